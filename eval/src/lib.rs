@@ -1,0 +1,3 @@
+//! Corpora, window plans, scoring, statistics and reports. Knows no tensors.
+
+pub mod scorer;

@@ -1,0 +1,58 @@
+//! What the evaluation asks of a model: log-probabilities of independent windows.
+
+/// One window of a stream, scored from an empty state.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WindowTokens {
+    /// Input ids; the last one is a target only and is never fed.
+    pub tokens: Vec<u32>,
+    /// Index of the first scored token; `1 <= first_target < tokens.len()`.
+    pub first_target: usize,
+}
+
+impl WindowTokens {
+    /// Scored positions `P = tokens.len() - first_target`.
+    pub fn positions(&self) -> usize {
+        self.tokens.len() - self.first_target
+    }
+}
+
+/// What to return beside the targets' log-probabilities.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ScoreRequest {
+    /// Most probable tokens per position; 0 for none.
+    pub top_k: usize,
+    /// Tokens to score per position; 0 for none.
+    pub candidates_per_position: usize,
+    /// One list per window, position-major, `positions * candidates_per_position` ids each.
+    pub candidates: Vec<Vec<u32>>,
+}
+
+/// Scores of one window; natural logarithms.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct WindowScores {
+    /// `logprobs[j]` belongs to `tokens[first_target + j]`.
+    pub logprobs: Vec<f32>,
+    /// Position-major, most probable first, equal logits in ascending id.
+    pub top_ids: Vec<u32>,
+    /// The top tokens' log-probabilities, same layout.
+    pub top_logprobs: Vec<f32>,
+    /// The candidates' log-probabilities, in the order asked.
+    pub candidate_logprobs: Vec<f32>,
+}
+
+/// A failure inside the model; the message names the operation and the operand at fault.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct ScoreError(pub Box<dyn std::error::Error + Send + Sync>);
+
+/// Scores next-token log-probabilities of independent windows, each from an empty state.
+pub trait CausalScorer {
+    /// Ids the tokenizer can produce; rows of the head at or beyond it take no part in the softmax.
+    fn public_tokens(&self) -> usize;
+
+    /// Scores each window; the result has one entry per window, in order.
+    ///
+    /// # Errors
+    /// On an invalid request or a failure of the device.
+    fn score(&mut self, windows: &[WindowTokens], ask: &ScoreRequest) -> Result<Vec<WindowScores>, ScoreError>;
+}

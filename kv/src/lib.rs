@@ -1,0 +1,1 @@
+//! KV-cache codecs: one file each under `codecs/`.

@@ -1,0 +1,4 @@
+//! Artifacts, checkpoints, numeric formats and the text forward pass of the Qwen3.5 family.
+
+pub mod config;
+pub mod source;
