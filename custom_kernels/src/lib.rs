@@ -2,3 +2,12 @@
 //!
 //! One folder per operation under `ops/`: `mod.rs` opens with the formula and holds the plain reference in burn tensor
 //! operations, `host.rs` the CPU implementation on slices, `cube.rs` the CubeCL kernel.
+//! [`EvaluatorBackend`] gathers them; its method bodies are the references, so that any burn backend can evaluate, and a
+//! backend overrides what it does better.
+
+pub mod backend;
+pub mod ops;
+pub mod precision;
+
+pub use backend::EvaluatorBackend;
+pub use precision::Precision;

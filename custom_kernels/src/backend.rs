@@ -1,0 +1,164 @@
+//! One method per operation of the forward pass, each with a default body in burn tensor operations.
+//!
+//! Conventions for whoever implements this trait:
+//! - sequences are `[batch, tokens, ...]`: equal-length windows that never see each other;
+//! - `to` is the precision in which the result is observable: round once, after the whole expression;
+//! - inputs may be stored in bfloat16 or float32; reductions are float32 or better; nothing leaves the device except the
+//!   result of [`EvaluatorBackend::score_head`];
+//! - a row's result depends on no other row of the batch or pass but those its formula names;
+//! - operands have the shapes their documentation states: the layers check the model's dimensions when they load.
+
+use std::fmt::Debug;
+
+use burn::tensor::{Tensor, backend::Backend};
+
+use crate::ops::{
+    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, gated_delta_rule, gated_rms_norm,
+    offset_rms_norm, project, rotary, round, score_head, sigmoid_gate, swiglu,
+};
+use crate::precision::Precision;
+
+pub use crate::ops::gated_delta_rule::DeltaHeads;
+pub use crate::ops::rotary::RotaryTable;
+pub use crate::ops::score_head::{HeadRequest, HeadScores};
+
+/// A burn backend with the operations of the forward pass.
+pub trait EvaluatorBackend: Backend {
+    /// A matrix `[out, in]` in the form this backend multiplies with: packed panels, bfloat16, stored codes.
+    type Weight: Clone + Debug + Send + Sync + 'static;
+
+    /// Takes decoded values `[out, in]`, C order, `shape[0] * shape[1]` of them.
+    ///
+    /// `stored` is the narrowest precision that holds every value exactly, so that a backend may keep them in it.
+    fn weight(values: Vec<f32>, shape: [usize; 2], stored: Precision, device: &Self::Device) -> Self::Weight;
+
+    /// The matrix as a float tensor `[out, in]`.
+    fn dense(weight: &Self::Weight) -> Tensor<Self, 2>;
+
+    /// `x` rounded; see [`round`].
+    fn round<const D: usize>(x: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {
+        round::reference(x, to)
+    }
+
+    /// Rows `ids` of `table` as `[batch, ids.len() / batch, in]`; see [`embed_tokens`].
+    fn embed_tokens(table: &Self::Weight, ids: &[u32], batch: usize, to: Precision) -> Tensor<Self, 3> {
+        embed_tokens::reference(Self::dense(table), ids, batch, to)
+    }
+
+    /// `x W^T`: `[batch, tokens, in]` to `[batch, tokens, out]`; see [`project`].
+    fn project(x: Tensor<Self, 3>, weight: &Self::Weight, to: Precision) -> Tensor<Self, 3> {
+        project::reference(x, Self::dense(weight), to)
+    }
+
+    /// `residual + x W^T`, rounded once; see [`project`].
+    fn project_add(
+        residual: Tensor<Self, 3>,
+        x: Tensor<Self, 3>,
+        weight: &Self::Weight,
+        to: Precision,
+    ) -> Tensor<Self, 3> {
+        project::reference_add(residual, x, Self::dense(weight), to)
+    }
+
+    /// `SiLU(x gate^T) * (x up^T)`; see [`swiglu`].
+    fn swiglu(x: Tensor<Self, 3>, gate: &Self::Weight, up: &Self::Weight, to: Precision) -> Tensor<Self, 3> {
+        swiglu::reference(x, Self::dense(gate), Self::dense(up), to)
+    }
+
+    /// RMS norm over the last axis with weight `1 + w`; see [`offset_rms_norm`].
+    fn offset_rms_norm<const D: usize>(
+        x: Tensor<Self, D>,
+        weight: Tensor<Self, 1>,
+        eps: f32,
+        to: Precision,
+    ) -> Tensor<Self, D> {
+        offset_rms_norm::reference(x, weight, eps, to)
+    }
+
+    /// RMS norm over the last axis with weight `w`, times `SiLU(z)`; see [`gated_rms_norm`].
+    fn gated_rms_norm<const D: usize>(
+        x: Tensor<Self, D>,
+        weight: Tensor<Self, 1>,
+        z: Tensor<Self, D>,
+        eps: f32,
+        to: Precision,
+    ) -> Tensor<Self, D> {
+        gated_rms_norm::reference(x, weight, z, eps, to)
+    }
+
+    /// Rotates the first features of each head of `x` `[batch, tokens, heads, head_dim]`; token `t` stands at position
+    /// `first_position + t`; see [`rotary`].
+    fn rotary(x: Tensor<Self, 4>, table: &RotaryTable<Self>, first_position: usize, to: Precision) -> Tensor<Self, 4> {
+        rotary::reference(x, table, first_position, to)
+    }
+
+    /// Causal depthwise convolution and SiLU over `x` `[batch, tokens, channels]`, with the inputs of the `W - 1` tokens
+    /// before as `tail`; returns the result and the next tail; see [`causal_conv_silu`].
+    fn causal_conv_silu(
+        x: Tensor<Self, 3>,
+        weight: Tensor<Self, 2>,
+        tail: Tensor<Self, 3>,
+        to: Precision,
+    ) -> (Tensor<Self, 3>, Tensor<Self, 3>) {
+        causal_conv_silu::reference(x, weight, tail, to)
+    }
+
+    /// Log-decay `g` and write strength `beta` of the delta rule, both float32 `[batch, tokens, value_heads]`; see
+    /// [`delta_gates`].
+    fn delta_gates(
+        a: Tensor<Self, 3>,
+        b: Tensor<Self, 3>,
+        a_log: Tensor<Self, 1>,
+        dt_bias: Tensor<Self, 1>,
+    ) -> (Tensor<Self, 3>, Tensor<Self, 3>) {
+        delta_gates::reference(a, b, a_log, dt_bias)
+    }
+
+    /// Gated delta rule over `qkv` `[batch, tokens, 2 Kd + Vd]` (query, key, value channels, not yet normalised) from
+    /// `state` `[batch, value_heads, key_dim, value_dim]`; returns `[batch, tokens, value_heads, value_dim]` and the next
+    /// state, float32; see [`gated_delta_rule`].
+    fn gated_delta_rule(
+        qkv: Tensor<Self, 3>,
+        g: Tensor<Self, 3>,
+        beta: Tensor<Self, 3>,
+        state: Tensor<Self, 4>,
+        heads: DeltaHeads,
+        to: Precision,
+    ) -> (Tensor<Self, 4>, Tensor<Self, 4>) {
+        gated_delta_rule::chunked(qkv, g, beta, state, heads, to)
+    }
+
+    /// Writes `rows` `[batch, tokens, kv_heads, head_dim]` into `cache` `[batch, kv_heads, capacity, head_dim]` from row
+    /// `at` on; see [`append_rows`].
+    fn append_rows(cache: Tensor<Self, 4>, rows: Tensor<Self, 4>, at: usize) -> Tensor<Self, 4> {
+        append_rows::reference(cache, rows, at)
+    }
+
+    /// Causal grouped-query attention of `q` `[batch, tokens, heads, head_dim]` at positions `first_position..` over
+    /// `keys`, `values` `[batch, kv_heads, capacity, head_dim]`, of which rows from `first_position + tokens` on are never
+    /// read; see [`causal_attention`].
+    fn causal_attention(
+        q: Tensor<Self, 4>,
+        keys: Tensor<Self, 4>,
+        values: Tensor<Self, 4>,
+        first_position: usize,
+        to: Precision,
+    ) -> Tensor<Self, 4> {
+        causal_attention::reference(q, keys, values, first_position, to)
+    }
+
+    /// `x * sigmoid(gate)`; see [`sigmoid_gate`].
+    fn sigmoid_gate<const D: usize>(x: Tensor<Self, D>, gate: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {
+        sigmoid_gate::reference(x, gate, to)
+    }
+
+    /// Log-probabilities, top tokens and candidates of `hidden` `[rows, in]`, reduced tile by tile; see [`score_head`].
+    fn score_head(
+        hidden: Tensor<Self, 2>,
+        head: &Self::Weight,
+        ask: &HeadRequest<'_>,
+        logits: Precision,
+    ) -> HeadScores {
+        score_head::tiled::<Self>(hidden, head, ask, logits)
+    }
+}

@@ -1,0 +1,21 @@
+//! `y = x * rsqrt(mean(x^2) + eps) * w * SiLU(z)` over the last axis; the weight is plain, not `1 + w`.
+
+use burn::tensor::{Tensor, activation::silu};
+
+use crate::backend::EvaluatorBackend;
+use crate::ops::{offset_rms_norm::normalise, widen};
+use crate::precision::Precision;
+
+/// `x` and `z` `[..., n]`, `weight` `[n]`.
+pub fn reference<B: EvaluatorBackend, const D: usize>(
+    x: Tensor<B, D>,
+    weight: Tensor<B, 1>,
+    z: Tensor<B, D>,
+    eps: f32,
+    to: Precision,
+) -> Tensor<B, D> {
+    B::round(
+        normalise(widen(x), eps) * widen(weight).unsqueeze() * silu(widen(z)),
+        to,
+    )
+}

@@ -1,0 +1,23 @@
+//! The operations, one folder each.
+
+pub mod append_rows;
+pub mod causal_attention;
+pub mod causal_conv_silu;
+pub mod delta_gates;
+pub mod embed_tokens;
+pub mod gated_delta_rule;
+pub mod gated_rms_norm;
+pub mod offset_rms_norm;
+pub mod project;
+pub mod rotary;
+pub mod round;
+pub mod score_head;
+pub mod sigmoid_gate;
+pub mod swiglu;
+
+use burn::tensor::{FloatDType, Tensor, backend::Backend};
+
+/// A float32 view of `x`, for bodies that compute in float32 whatever the storage.
+pub fn widen<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    x.cast(FloatDType::F32)
+}

@@ -1,0 +1,23 @@
+//! `y = x * rsqrt(mean(x^2) + eps) * (1 + w)` over the last axis.
+
+use burn::tensor::Tensor;
+
+use crate::backend::EvaluatorBackend;
+use crate::ops::widen;
+use crate::precision::Precision;
+
+/// `x` `[..., n]`, `weight` `[n]`.
+pub fn reference<B: EvaluatorBackend, const D: usize>(
+    x: Tensor<B, D>,
+    weight: Tensor<B, 1>,
+    eps: f32,
+    to: Precision,
+) -> Tensor<B, D> {
+    B::round(normalise(widen(x), eps) * (widen(weight) + 1.0).unsqueeze(), to)
+}
+
+/// `x * rsqrt(mean(x^2) + eps)` over the last axis.
+pub(crate) fn normalise<B: EvaluatorBackend, const D: usize>(x: Tensor<B, D>, eps: f32) -> Tensor<B, D> {
+    let mean_square = (x.clone() * x.clone()).mean_dim(D - 1);
+    x / (mean_square + eps).sqrt()
+}
