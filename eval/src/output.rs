@@ -1,0 +1,170 @@
+//! The output directory: named by the user, or by what is run and when.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+/// Why a directory cannot take the results.
+#[derive(Debug, thiserror::Error)]
+pub enum OutputError {
+    /// It holds files already.
+    #[error("the output directory {path} is not empty; name a new or empty one", path = path.display())]
+    NotEmpty {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The name belongs to a file.
+    #[error("the output directory {path} is a file; name a directory", path = path.display())]
+    NotADirectory {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The system refuses.
+    #[error("cannot use the output directory {path}: {source}", path = path.display())]
+    Io {
+        /// The directory.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// Checks, without creating anything, that `path` is absent or an empty directory.
+///
+/// # Errors
+/// When it is a file or has entries.
+pub fn check(path: &Path) -> Result<(), OutputError> {
+    let failed = |source| OutputError::Io { path: path.to_owned(), source };
+    match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(source) => Err(failed(source)),
+        Ok(found) if !found.is_dir() => Err(OutputError::NotADirectory { path: path.to_owned() }),
+        Ok(_) => match fs::read_dir(path).map_err(failed)?.next() {
+            None => Ok(()),
+            Some(_) => Err(OutputError::NotEmpty { path: path.to_owned() }),
+        },
+    }
+}
+
+/// Checks `path` and creates it with its parents.
+///
+/// # Errors
+/// When it is a file, has entries, or cannot be created.
+pub fn prepare(path: &Path) -> Result<(), OutputError> {
+    check(path)?;
+    fs::create_dir_all(path).map_err(|source| OutputError::Io { path: path.to_owned(), source })
+}
+
+/// What names the default directory.
+#[derive(Debug, Clone, Copy)]
+pub struct RunName<'a> {
+    /// Public model name.
+    pub artifact: &'a str,
+    /// Prefill signature.
+    pub prefill_signature: &'a str,
+    /// Recorded name of the KV format, used as it is.
+    pub kv: &'a str,
+    /// Corpus identity.
+    pub corpus_id: &'a str,
+    /// Corpus mode.
+    pub mode: &'a str,
+}
+
+/// `profiles/perplexity/<name>/<signature>/<kv>/<corpus>/<mode>/<UTC YYYYMMDD-HHMMSS>`, relative to the working directory.
+pub fn default_directory(run: &RunName<'_>, now: SystemTime) -> PathBuf {
+    let mut path = PathBuf::from("profiles/perplexity");
+    path.push(sanitised(run.artifact));
+    path.push(sanitised(run.prefill_signature));
+    path.push(run.kv);
+    path.push(sanitised(run.corpus_id));
+    path.push(sanitised(run.mode));
+    path.push(utc_stamp(now));
+    path
+}
+
+/// Every byte outside `A-Z a-z 0-9 - _ .` becomes `-`; an empty name becomes `unknown`. A name of dots only would leave
+/// the directory, so its dots are replaced too.
+pub fn sanitised(name: &str) -> String {
+    if name.is_empty() {
+        return "unknown".into();
+    }
+    let dots = name.bytes().all(|b| b == b'.');
+    let safe = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_') || (b == b'.' && !dots);
+    name.bytes().map(|b| if safe(b) { char::from(b) } else { '-' }).collect()
+}
+
+/// `YYYYMMDD-HHMMSS` in UTC.
+pub fn utc_stamp(time: SystemTime) -> String {
+    let seconds = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
+    let (year, month, day) = civil_date(seconds / 86_400);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
+}
+
+/// Year, month, day of a number of days since 1970-01-01 in the proleptic Gregorian calendar. Years are counted from
+/// March, so that the leap day is a year's last.
+fn civil_date(days: u64) -> (u64, u64, u64) {
+    // Days from 0000-03-01 to 1970-01-01.
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    // March to January have 153 days per five months.
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_sanitised_bytewise() {
+        assert_eq!(sanitised("Qwen3.5-27B_x"), "Qwen3.5-27B_x");
+        assert_eq!(sanitised("a/b c\u{e9}"), "a-b-c--");
+        assert_eq!(sanitised(""), "unknown");
+        assert_eq!(sanitised(".."), "--");
+    }
+
+    #[test]
+    fn stamps_are_utc() {
+        let at = |seconds| utc_stamp(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(at(0), "19700101-000000");
+        assert_eq!(at(951_782_400), "20000229-000000");
+        assert_eq!(at(951_868_799), "20000229-235959");
+        assert_eq!(at(1_000_000_000), "20010909-014640");
+        assert_eq!(at(1_234_567_890), "20090213-233130");
+        assert_eq!(at(4_107_542_400), "21000301-000000");
+    }
+
+    #[test]
+    fn the_default_directory_names_the_run() {
+        let run = RunName {
+            artifact: "demo 27b",
+            prefill_signature: "0f3c",
+            kv: "fp8-e4m3-r256",
+            corpus_id: "custom-a/b.txt",
+            mode: "",
+        };
+        assert_eq!(
+            default_directory(&run, SystemTime::UNIX_EPOCH),
+            Path::new("profiles/perplexity/demo-27b/0f3c/fp8-e4m3-r256/custom-a-b.txt/unknown/19700101-000000")
+        );
+    }
+
+    #[test]
+    fn only_new_or_empty_directories_are_accepted() {
+        let dir = tempfile::tempdir().unwrap();
+        let new = dir.path().join("a/b");
+        prepare(&new).unwrap();
+        prepare(&new).unwrap();
+        fs::write(new.join("x"), "").unwrap();
+        assert!(matches!(prepare(&new), Err(OutputError::NotEmpty { .. })));
+        assert!(matches!(prepare(&new.join("x")), Err(OutputError::NotADirectory { .. })));
+        assert!(matches!(prepare(&new.join("x/y")), Err(OutputError::Io { .. })));
+        assert!(check(&dir.path().join("absent")).is_ok() && !dir.path().join("absent").exists());
+    }
+}
