@@ -50,7 +50,11 @@ impl Aggregate {
             squares += from_old * (nll - mean);
         }
         // `-0.0` would be printed with its sign.
-        Ok(Self { scored_tokens: logprobs.len() as u64, total_nll: total + 0.0, squared_deviations: squares })
+        Ok(Self {
+            scored_tokens: logprobs.len() as u64,
+            total_nll: total + 0.0,
+            squared_deviations: squares,
+        })
     }
 
     /// Adds another set of tokens; `None` when the count overflows.
@@ -93,7 +97,9 @@ impl Aggregate {
 
     /// `exp(Σ nll / words)`.
     pub fn word_perplexity(&self, words: u64) -> Option<f64> {
-        (words > 0).then(|| (self.total_nll / words as f64).exp()).filter(|p| p.is_finite())
+        (words > 0)
+            .then(|| (self.total_nll / words as f64).exp())
+            .filter(|p| p.is_finite())
     }
 
     /// Standard error of the mean if tokens were independent; `None` below two tokens.
@@ -135,7 +141,14 @@ mod tests {
         let b = Aggregate::of_window(&[-2.0, -2.0, -2.0]).unwrap();
         assert_eq!(a.plus(b).unwrap().mean_nll(), Some(1.75));
         assert_eq!(Aggregate::default().plus(a), Some(a));
-        assert_eq!(Aggregate { scored_tokens: u64::MAX, ..a }.plus(a), None);
+        assert_eq!(
+            Aggregate {
+                scored_tokens: u64::MAX,
+                ..a
+            }
+            .plus(a),
+            None
+        );
     }
 
     #[test]
@@ -151,7 +164,10 @@ mod tests {
     #[test]
     fn an_unbounded_perplexity_is_absent_not_infinite() {
         let sum = Aggregate::of_window(&[-800.0, -800.0]).unwrap();
-        assert_eq!((sum.mean_nll(), sum.perplexity(), sum.perplexity_standard_error()), (Some(800.0), None, None));
+        assert_eq!(
+            (sum.mean_nll(), sum.perplexity(), sum.perplexity_standard_error()),
+            (Some(800.0), None, None)
+        );
         assert_eq!(Aggregate::default().mean_nll(), None);
     }
 

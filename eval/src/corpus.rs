@@ -91,7 +91,12 @@ impl CorpusText {
                 text,
             });
         }
-        Ok(Self { id: manifest.corpus_id, mode: mode.into(), source, streams })
+        Ok(Self {
+            id: manifest.corpus_id,
+            mode: mode.into(),
+            source,
+            streams,
+        })
     }
 
     /// One text file as a corpus of one stream: id `custom-<file name>`, mode and domain `custom`.
@@ -101,15 +106,29 @@ impl CorpusText {
     pub fn from_text(path: &Path) -> Result<Self, CorpusError> {
         let source = resolve(path)?;
         let text = Text::read(path)?;
-        let name = source.file_name().map_or_else(|| "text".into(), |name| name.to_string_lossy().into_owned());
-        let stream =
-            StreamText { id: name.clone(), domain: "custom".into(), path: source.display().to_string(), text };
-        Ok(Self { id: format!("custom-{name}"), mode: "custom".into(), source, streams: vec![stream] })
+        let name = source
+            .file_name()
+            .map_or_else(|| "text".into(), |name| name.to_string_lossy().into_owned());
+        let stream = StreamText {
+            id: name.clone(),
+            domain: "custom".into(),
+            path: source.display().to_string(),
+            text,
+        };
+        Ok(Self {
+            id: format!("custom-{name}"),
+            mode: "custom".into(),
+            source,
+            streams: vec![stream],
+        })
     }
 
     /// Ids of the streams that begin with a byte-order mark, which is scored as text.
     pub fn byte_order_marks(&self) -> impl Iterator<Item = &str> {
-        self.streams.iter().filter(|s| s.text.byte_order_mark).map(|s| s.id.as_str())
+        self.streams
+            .iter()
+            .filter(|s| s.text.byte_order_mark)
+            .map(|s| s.id.as_str())
     }
 
     /// Tokenises every stream in one call each, without special tokens, and plans its windows; at most the first
@@ -127,7 +146,12 @@ impl CorpusText {
         for StreamText { id, domain, path, text } in self.streams {
             let tokens = match encode(&text.text) {
                 Ok(tokens) => tokens,
-                Err(error) => return Err(CorpusError::Tokenise { id, message: error.to_string() }),
+                Err(error) => {
+                    return Err(CorpusError::Tokenise {
+                        id,
+                        message: error.to_string(),
+                    });
+                }
             };
             let planned = protocol.plan(tokens.len()).and_then(|plan| match limit {
                 Some(limit) => plan.first(limit),
@@ -149,12 +173,21 @@ impl CorpusText {
                 windows,
             });
         }
-        Ok(CorpusPlan { id: self.id, mode: self.mode, source: self.source, protocol, streams })
+        Ok(CorpusPlan {
+            id: self.id,
+            mode: self.mode,
+            source: self.source,
+            protocol,
+            streams,
+        })
     }
 }
 
 fn resolve(path: &Path) -> Result<PathBuf, CorpusError> {
-    absolute(path).map_err(|source| CorpusError::Path { path: path.to_owned(), source })
+    absolute(path).map_err(|source| CorpusError::Path {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// SHA-256 of the ids as four little-endian bytes each.
@@ -239,7 +272,13 @@ impl CorpusPlan {
                 windows,
             });
         }
-        Ok(Self { id: id.into(), mode: "custom".into(), source: PathBuf::new(), protocol, streams: planned })
+        Ok(Self {
+            id: id.into(),
+            mode: "custom".into(),
+            source: PathBuf::new(),
+            protocol,
+            streams: planned,
+        })
     }
 
     /// Tokens of all streams.
@@ -282,13 +321,19 @@ mod tests {
         let path = dir.path().join("notes.txt");
         fs::write(&path, "0123456789").unwrap();
         let corpus = CorpusText::from_text(&dir.path().join("./notes.txt")).unwrap();
-        assert_eq!((corpus.id.as_str(), corpus.mode.as_str()), ("custom-notes.txt", "custom"));
+        assert_eq!(
+            (corpus.id.as_str(), corpus.mode.as_str()),
+            ("custom-notes.txt", "custom")
+        );
         assert_eq!(corpus.source, absolute(&path).unwrap());
         let protocol = Protocol::new(WindowKind::Sliding, 6, 2).unwrap();
         let plan = corpus.plan(protocol, None, bytes_as_tokens).unwrap();
         assert_eq!((plan.input_tokens(), plan.scored_tokens(), plan.windows()), (10, 9, 3));
         let stream = &plan.streams[0];
-        assert_eq!((stream.id.as_str(), stream.domain.as_str(), stream.bytes), ("notes.txt", "custom", 10));
+        assert_eq!(
+            (stream.id.as_str(), stream.domain.as_str(), stream.bytes),
+            ("notes.txt", "custom", 10)
+        );
         assert!(stream.is_whole());
     }
 
@@ -310,7 +355,10 @@ mod tests {
         .unwrap();
         assert_eq!(CorpusText::from_manifest(&manifest, "quick").unwrap().streams.len(), 1);
         let message = CorpusText::from_manifest(&manifest, "full").unwrap_err().to_string();
-        assert!(message.starts_with("stream `b`: ") && message.contains(&zero), "{message}");
+        assert!(
+            message.starts_with("stream `b`: ") && message.contains(&zero),
+            "{message}"
+        );
         let message = CorpusText::from_manifest(&manifest, "demo").unwrap_err().to_string();
         assert!(message.contains("gone.txt"), "{message}");
     }
@@ -322,9 +370,17 @@ mod tests {
         fs::write(&path, "x").unwrap();
         let corpus = CorpusText::from_text(&path).unwrap();
         let protocol = Protocol::new(WindowKind::Sliding, 6, 2).unwrap();
-        let message = corpus.clone().plan(protocol, None, bytes_as_tokens).unwrap_err().to_string();
+        let message = corpus
+            .clone()
+            .plan(protocol, None, bytes_as_tokens)
+            .unwrap_err()
+            .to_string();
         assert!(message.starts_with("stream `t`: a text of 1 token(s)"), "{message}");
-        let message = corpus.clone().plan(protocol, None, |_| Err("no merges")).unwrap_err().to_string();
+        let message = corpus
+            .clone()
+            .plan(protocol, None, |_| Err("no merges"))
+            .unwrap_err()
+            .to_string();
         assert_eq!(message, "stream `t`: cannot tokenise: no merges");
         fs::write(&path, "0123456789").unwrap();
         let corpus = CorpusText::from_text(&path).unwrap();

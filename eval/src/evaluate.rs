@@ -99,7 +99,10 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { batch: 1, shard: Shard::WHOLE }
+        Self {
+            batch: 1,
+            shard: Shard::WHOLE,
+        }
     }
 }
 
@@ -185,6 +188,10 @@ pub struct Results {
     pub score_seconds: f64,
     /// The share that was scored.
     pub shard: Shard,
+    /// Windows per call of the scorer.
+    pub batch: usize,
+    /// Rows of the head in the softmax's denominator.
+    pub public_tokens: usize,
 }
 
 /// A window on its way to the scorer.
@@ -235,14 +242,19 @@ pub fn evaluate(
         }
         observer.batch_scored(&run.snapshot());
     }
-    run.finish(options.shard)
+    Ok(run.finish(options, scorer.public_tokens()))
 }
 
 fn check_tokens(plan: &CorpusPlan, public: usize) -> Result<(), EvaluateError> {
     for stream in &plan.streams {
         if let Some(index) = stream.tokens.iter().position(|&t| t as usize >= public) {
             let token = stream.tokens[index];
-            return Err(EvaluateError::Token { stream: stream.id.clone(), index, token, public });
+            return Err(EvaluateError::Token {
+                stream: stream.id.clone(),
+                index,
+                token,
+                public,
+            });
         }
     }
     Ok(())
@@ -251,9 +263,16 @@ fn check_tokens(plan: &CorpusPlan, public: usize) -> Result<(), EvaluateError> {
 /// The windows of a shard in scoring order.
 fn jobs(plan: &CorpusPlan, shard: Shard) -> impl Iterator<Item = Job> + '_ {
     let all = plan.streams.iter().enumerate().flat_map(|(stream, planned)| {
-        planned.windows.iter().enumerate().map(move |(index, window)| Job { stream, index, window })
+        planned
+            .windows
+            .iter()
+            .enumerate()
+            .map(move |(index, window)| Job { stream, index, window })
     });
-    (0u64..).zip(all).filter(move |(number, _)| shard.contains(*number)).map(|(_, job)| job)
+    (0u64..)
+        .zip(all)
+        .filter(move |(number, _)| shard.contains(*number))
+        .map(|(_, job)| job)
 }
 
 /// State of an evaluation.
@@ -274,7 +293,11 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     fn new(plan: &'a CorpusPlan, options: &Options) -> Self {
         let mut remaining = vec![0; plan.streams.len()];
-        let mut totals = Totals { streams: 0, tokens: 0, windows: 0 };
+        let mut totals = Totals {
+            streams: 0,
+            tokens: 0,
+            windows: 0,
+        };
         for job in jobs(plan, options.shard) {
             totals.streams += usize::from(remaining[job.stream] == 0);
             totals.tokens += job.window.positions() as u64;
@@ -334,7 +357,11 @@ impl<'a> Run<'a> {
             ("log-probabilities", scores.logprobs.len(), p),
             ("top token ids", scores.top_ids.len(), p * ask.top_k),
             ("top log-probabilities", scores.top_logprobs.len(), p * ask.top_k),
-            ("candidate log-probabilities", scores.candidate_logprobs.len(), p * ask.candidates_per_position),
+            (
+                "candidate log-probabilities",
+                scores.candidate_logprobs.len(),
+                p * ask.candidates_per_position,
+            ),
         ];
         for (what, found, expected) in expected {
             if found != expected {
@@ -356,7 +383,10 @@ impl<'a> Run<'a> {
             window: job.index,
             source,
         })?;
-        let domain = self.domains.entry(self.plan.streams[job.stream].domain.clone()).or_default();
+        let domain = self
+            .domains
+            .entry(self.plan.streams[job.stream].domain.clone())
+            .or_default();
         *domain = domain.plus(aggregate).ok_or(EvaluateError::Overflow)?;
         self.overall = self.overall.plus(aggregate).ok_or(EvaluateError::Overflow)?;
         let stream = &mut self.streams[job.stream];
@@ -384,7 +414,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn finish(self, shard: Shard) -> Result<Results, EvaluateError> {
+    fn finish(self, options: &Options, public_tokens: usize) -> Results {
         let blocks: Vec<Vec<Block>> = self
             .streams
             .iter()
@@ -396,13 +426,15 @@ impl<'a> Run<'a> {
                 stream.windows.iter().map(block).collect()
             })
             .collect();
-        Ok(Results {
+        Results {
             uncertainty: Uncertainty::of(&blocks),
             streams: self.streams,
             domains: self.domains,
             overall: self.overall,
             score_seconds: self.began.elapsed().as_secs_f64(),
-            shard,
-        })
+            shard: options.shard,
+            batch: options.batch,
+            public_tokens,
+        }
     }
 }

@@ -46,7 +46,11 @@ impl PendingFile {
         }
         let temporary = with_suffix(path, suffix);
         let writer = Some(BufWriter::new(File::create(&temporary)?));
-        Ok(Self { writer, temporary, path: path.to_owned() })
+        Ok(Self {
+            writer,
+            temporary,
+            path: path.to_owned(),
+        })
     }
 
     /// Flushes, waits for the disk and renames.

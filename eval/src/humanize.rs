@@ -5,7 +5,7 @@ pub fn count(value: u64) -> String {
     let digits = value.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);
     for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i) % 3 == 0 {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
             out.push(',');
         }
         out.push(digit);
@@ -95,7 +95,10 @@ pub fn significant(value: f64, digits: usize) -> String {
     }
     let digits = digits.max(1);
     let scientific = format!("{value:.*e}", digits - 1);
-    let exponent = scientific.split_once('e').and_then(|(_, e)| e.parse::<i32>().ok()).unwrap_or(0);
+    let exponent = scientific
+        .split_once('e')
+        .and_then(|(_, e)| e.parse::<i32>().ok())
+        .unwrap_or(0);
     if exponent < -4 || exponent >= digits as i32 {
         return exponent_form(value, digits - 1);
     }
@@ -114,7 +117,9 @@ pub fn exponent_form(value: f64, decimals: usize) -> String {
     let text = format!("{value:.decimals$e}");
     match text.split_once('e') {
         Some((mantissa, exponent)) => {
-            let (sign, digits) = exponent.strip_prefix('-').map_or(('+', exponent), |digits| ('-', digits));
+            let (sign, digits) = exponent
+                .strip_prefix('-')
+                .map_or(('+', exponent), |digits| ('-', digits));
             format!("{mantissa}e{sign}{digits:0>2}")
         }
         None => text,
@@ -127,7 +132,13 @@ mod tests {
 
     #[test]
     fn counts_are_grouped() {
-        let cases = [(0, "0"), (999, "999"), (1000, "1,000"), (258_525, "258,525"), (1_048_576, "1,048,576")];
+        let cases = [
+            (0, "0"),
+            (999, "999"),
+            (1000, "1,000"),
+            (258_525, "258,525"),
+            (1_048_576, "1,048,576"),
+        ];
         for (value, expected) in cases {
             assert_eq!(count(value), expected);
         }
@@ -190,7 +201,12 @@ mod tests {
 
     #[test]
     fn significant_digits_and_exponents() {
-        let cases = [(5.206_98, "5.20698"), (4.7, "4.7"), (1234.567_89, "1234.57"), (1_234_567.0, "1.23457e+06")];
+        let cases = [
+            (5.206_98, "5.20698"),
+            (4.7, "4.7"),
+            (1_234.567_89, "1234.57"),
+            (1_234_567.0, "1.23457e+06"),
+        ];
         for (value, expected) in cases {
             assert_eq!(significant(value, 6), expected);
         }

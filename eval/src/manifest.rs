@@ -126,7 +126,10 @@ impl Manifest {
     /// # Errors
     /// When the file cannot be read or breaks a rule of the schema.
     pub fn read(path: &Path) -> Result<Self, ManifestError> {
-        let bytes = std::fs::read(path).map_err(|source| ManifestError::Read { path: path.to_owned(), source })?;
+        let bytes = std::fs::read(path).map_err(|source| ManifestError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
         Self::parse(&bytes)
     }
 
@@ -137,7 +140,10 @@ impl Manifest {
     pub fn parse(json: &[u8]) -> Result<Self, ManifestError> {
         let root: Value = serde_json::from_slice(json)?;
         if !root.is_object() {
-            return Err(ManifestError::Type { field: "(root)".into(), expected: "an object" });
+            return Err(ManifestError::Type {
+                field: "(root)".into(),
+                expected: "an object",
+            });
         }
         let corpus_id = string(&root, "corpus_id", "corpus_id")?;
         let mut streams = Vec::new();
@@ -149,19 +155,26 @@ impl Manifest {
             }
             streams.push(entry);
         }
-        let listed = field(&root, "modes", "modes")?
-            .as_object()
-            .ok_or(ManifestError::Type { field: "modes".into(), expected: "an object" })?;
+        let listed = field(&root, "modes", "modes")?.as_object().ok_or(ManifestError::Type {
+            field: "modes".into(),
+            expected: "an object",
+        })?;
         let mut modes = BTreeMap::new();
         for (mode, ids) in listed {
             modes.insert(mode.clone(), selection(mode, ids, &index_of)?);
         }
         for required in REQUIRED_MODES {
             if !modes.contains_key(required) {
-                return Err(ManifestError::Missing { field: format!("modes.{required}") });
+                return Err(ManifestError::Missing {
+                    field: format!("modes.{required}"),
+                });
             }
         }
-        Ok(Self { corpus_id, streams, modes })
+        Ok(Self {
+            corpus_id,
+            streams,
+            modes,
+        })
     }
 
     /// Names of all modes in bytewise order.
@@ -185,14 +198,23 @@ impl Manifest {
 }
 
 fn field<'a>(object: &'a Value, name: &str, path: &str) -> Result<&'a Value, ManifestError> {
-    object.get(name).ok_or_else(|| ManifestError::Missing { field: path.into() })
+    object
+        .get(name)
+        .ok_or_else(|| ManifestError::Missing { field: path.into() })
 }
 
 fn array<'a>(object: &'a Value, name: &str, path: &str) -> Result<&'a Vec<Value>, ManifestError> {
     let items = field(object, name, path)?
         .as_array()
-        .ok_or_else(|| ManifestError::Type { field: path.into(), expected: "an array" })?;
-    if items.is_empty() { Err(ManifestError::Empty { field: path.into() }) } else { Ok(items) }
+        .ok_or_else(|| ManifestError::Type {
+            field: path.into(),
+            expected: "an array",
+        })?;
+    if items.is_empty() {
+        Err(ManifestError::Empty { field: path.into() })
+    } else {
+        Ok(items)
+    }
 }
 
 fn string(object: &Value, name: &str, path: &str) -> Result<String, ManifestError> {
@@ -201,7 +223,10 @@ fn string(object: &Value, name: &str, path: &str) -> Result<String, ManifestErro
 
 fn non_empty(value: &Value, path: &str) -> Result<String, ManifestError> {
     match value.as_str() {
-        None => Err(ManifestError::Type { field: path.into(), expected: "a string" }),
+        None => Err(ManifestError::Type {
+            field: path.into(),
+            expected: "a string",
+        }),
         Some("") => Err(ManifestError::Empty { field: path.into() }),
         Some(text) => Ok(text.into()),
     }
@@ -209,19 +234,24 @@ fn non_empty(value: &Value, path: &str) -> Result<String, ManifestError> {
 
 fn stream(value: &Value, at: &str) -> Result<StreamEntry, ManifestError> {
     if !value.is_object() {
-        return Err(ManifestError::Type { field: at.into(), expected: "an object" });
+        return Err(ManifestError::Type {
+            field: at.into(),
+            expected: "an object",
+        });
     }
     let id = string(value, "id", &format!("{at}.id"))?;
     let domain = string(value, "domain", &format!("{at}.domain"))?;
     let written = string(value, "path", &format!("{at}.path"))?;
-    let path = normalise(&written).ok_or(ManifestError::Path { id: id.clone(), path: written })?;
+    let path = normalise(&written).ok_or(ManifestError::Path {
+        id: id.clone(),
+        path: written,
+    })?;
     let bytes = match value.get("bytes") {
         None | Some(Value::Null) => None,
-        Some(number) => Some(
-            number
-                .as_u64()
-                .ok_or(ManifestError::Type { field: format!("{at}.bytes"), expected: "a non-negative integer" })?,
-        ),
+        Some(number) => Some(number.as_u64().ok_or(ManifestError::Type {
+            field: format!("{at}.bytes"),
+            expected: "a non-negative integer",
+        })?),
     };
     let sha256 = match value.get("sha256") {
         None | Some(Value::Null) => None,
@@ -233,7 +263,13 @@ fn stream(value: &Value, at: &str) -> Result<StreamEntry, ManifestError> {
             Some(hash)
         }
     };
-    Ok(StreamEntry { id, domain, path, bytes, sha256 })
+    Ok(StreamEntry {
+        id,
+        domain,
+        path,
+        bytes,
+        sha256,
+    })
 }
 
 /// Drops `.` components; `None` for absolute paths, any `..`, and paths without a name. A backslash separates
@@ -255,7 +291,10 @@ fn normalise(path: &str) -> Option<String> {
 
 fn selection(mode: &str, ids: &Value, index_of: &BTreeMap<String, usize>) -> Result<Vec<usize>, ManifestError> {
     let path = format!("modes.{mode}");
-    let ids = ids.as_array().ok_or_else(|| ManifestError::Type { field: path.clone(), expected: "an array" })?;
+    let ids = ids.as_array().ok_or_else(|| ManifestError::Type {
+        field: path.clone(),
+        expected: "an array",
+    })?;
     if ids.is_empty() {
         return Err(ManifestError::Empty { field: path });
     }
@@ -303,7 +342,14 @@ mod tests {
     #[test]
     fn selection_follows_the_mode_and_paths_are_normalised() {
         let manifest = parse(&good()).unwrap();
-        let ids = |mode| manifest.select(mode).unwrap().iter().map(|s| s.id.as_str()).collect::<Vec<_>>();
+        let ids = |mode| {
+            manifest
+                .select(mode)
+                .unwrap()
+                .iter()
+                .map(|s| s.id.as_str())
+                .collect::<Vec<_>>()
+        };
         assert_eq!(ids("full"), ["b", "a"]);
         assert_eq!(ids("demo"), ["a"]);
         assert_eq!(manifest.select("full").unwrap()[1].path, "data/a.txt");
@@ -315,28 +361,83 @@ mod tests {
 
     #[test]
     fn each_broken_rule_has_its_own_message() {
-        let cases: [(&str, Box<dyn FnOnce(&mut Value)>); 17] = [
-            ("the manifest has no `corpus_id`", Box::new(|v| drop(v.as_object_mut().unwrap().remove("corpus_id")))),
-            ("manifest field `corpus_id` is empty", Box::new(|v| v["corpus_id"] = json!(""))),
-            ("manifest field `corpus_id` must be a string", Box::new(|v| v["corpus_id"] = json!(1))),
-            ("manifest field `streams` must be an array", Box::new(|v| v["streams"] = json!({}))),
-            ("manifest field `streams` is empty", Box::new(|v| v["streams"] = json!([]))),
-            ("manifest field `streams[1]` must be an object", Box::new(|v| v["streams"][1] = json!("b"))),
-            ("the manifest has no `streams[1].id`", Box::new(|v| v["streams"][1] = json!({}))),
-            ("stream id `a` occurs twice in `streams`", Box::new(|v| v["streams"][1]["id"] = json!("a"))),
-            ("manifest field `streams[0].bytes` must be a non-negative", Box::new(|v| v["streams"][0]["bytes"] = json!(-1))),
-            ("stream `a`: sha256 must be 64 lower-case", Box::new(|v| v["streams"][0]["sha256"] = json!("AB"))),
-            ("the manifest has no `modes.quick`", Box::new(|v| drop(v["modes"].as_object_mut().unwrap().remove("quick")))),
-            ("manifest field `modes.demo` is empty", Box::new(|v| v["modes"]["demo"] = json!([]))),
-            ("mode `demo` names the unknown stream `z`", Box::new(|v| v["modes"]["demo"] = json!(["z"]))),
-            ("mode `full` names the stream `a` twice", Box::new(|v| v["modes"]["full"] = json!(["a", "a"]))),
-            ("stream `a`: path `/a` must be relative", Box::new(|v| v["streams"][0]["path"] = json!("/a"))),
-            ("stream `a`: path `x/../a` must be relative", Box::new(|v| v["streams"][0]["path"] = json!("x/../a"))),
-            ("stream `a`: path `C:a` must be relative", Box::new(|v| v["streams"][0]["path"] = json!("C:a"))),
+        type Change = Box<dyn FnOnce(&mut Value)>;
+        let cases: [(&str, Change); 17] = [
+            (
+                "the manifest has no `corpus_id`",
+                Box::new(|v| drop(v.as_object_mut().unwrap().remove("corpus_id"))),
+            ),
+            (
+                "manifest field `corpus_id` is empty",
+                Box::new(|v| v["corpus_id"] = json!("")),
+            ),
+            (
+                "manifest field `corpus_id` must be a string",
+                Box::new(|v| v["corpus_id"] = json!(1)),
+            ),
+            (
+                "manifest field `streams` must be an array",
+                Box::new(|v| v["streams"] = json!({})),
+            ),
+            (
+                "manifest field `streams` is empty",
+                Box::new(|v| v["streams"] = json!([])),
+            ),
+            (
+                "manifest field `streams[1]` must be an object",
+                Box::new(|v| v["streams"][1] = json!("b")),
+            ),
+            (
+                "the manifest has no `streams[1].id`",
+                Box::new(|v| v["streams"][1] = json!({})),
+            ),
+            (
+                "stream id `a` occurs twice in `streams`",
+                Box::new(|v| v["streams"][1]["id"] = json!("a")),
+            ),
+            (
+                "manifest field `streams[0].bytes` must be a non-negative",
+                Box::new(|v| v["streams"][0]["bytes"] = json!(-1)),
+            ),
+            (
+                "stream `a`: sha256 must be 64 lower-case",
+                Box::new(|v| v["streams"][0]["sha256"] = json!("AB")),
+            ),
+            (
+                "the manifest has no `modes.quick`",
+                Box::new(|v| drop(v["modes"].as_object_mut().unwrap().remove("quick"))),
+            ),
+            (
+                "manifest field `modes.demo` is empty",
+                Box::new(|v| v["modes"]["demo"] = json!([])),
+            ),
+            (
+                "mode `demo` names the unknown stream `z`",
+                Box::new(|v| v["modes"]["demo"] = json!(["z"])),
+            ),
+            (
+                "mode `full` names the stream `a` twice",
+                Box::new(|v| v["modes"]["full"] = json!(["a", "a"])),
+            ),
+            (
+                "stream `a`: path `/a` must be relative",
+                Box::new(|v| v["streams"][0]["path"] = json!("/a")),
+            ),
+            (
+                "stream `a`: path `x/../a` must be relative",
+                Box::new(|v| v["streams"][0]["path"] = json!("x/../a")),
+            ),
+            (
+                "stream `a`: path `C:a` must be relative",
+                Box::new(|v| v["streams"][0]["path"] = json!("C:a")),
+            ),
         ];
         for (expected, change) in cases {
             let message = refusal(change);
-            assert!(message.starts_with(expected), "{message:?} should start with {expected:?}");
+            assert!(
+                message.starts_with(expected),
+                "{message:?} should start with {expected:?}"
+            );
         }
         assert!(matches!(Manifest::parse(b"[]"), Err(ManifestError::Type { .. })));
         assert!(matches!(Manifest::parse(b"{"), Err(ManifestError::Json(_))));

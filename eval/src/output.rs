@@ -35,7 +35,10 @@ pub enum OutputError {
 /// # Errors
 /// When it is a file or has entries.
 pub fn check(path: &Path) -> Result<(), OutputError> {
-    let failed = |source| OutputError::Io { path: path.to_owned(), source };
+    let failed = |source| OutputError::Io {
+        path: path.to_owned(),
+        source,
+    };
     match fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(source) => Err(failed(source)),
@@ -53,7 +56,10 @@ pub fn check(path: &Path) -> Result<(), OutputError> {
 /// When it is a file, has entries, or cannot be created.
 pub fn prepare(path: &Path) -> Result<(), OutputError> {
     check(path)?;
-    fs::create_dir_all(path).map_err(|source| OutputError::Io { path: path.to_owned(), source })
+    fs::create_dir_all(path).map_err(|source| OutputError::Io {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// What names the default directory.
@@ -91,12 +97,17 @@ pub fn sanitised(name: &str) -> String {
     }
     let dots = name.bytes().all(|b| b == b'.');
     let safe = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_') || (b == b'.' && !dots);
-    name.bytes().map(|b| if safe(b) { char::from(b) } else { '-' }).collect()
+    name.bytes()
+        .map(|b| if safe(b) { char::from(b) } else { '-' })
+        .collect()
 }
 
 /// `YYYYMMDD-HHMMSS` in UTC.
 pub fn utc_stamp(time: SystemTime) -> String {
-    let seconds = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
+    let seconds = time
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or(Duration::ZERO)
+        .as_secs();
     let (year, month, day) = civil_date(seconds / 86_400);
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
     format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
@@ -113,7 +124,11 @@ fn civil_date(days: u64) -> (u64, u64, u64) {
     // March to January have 153 days per five months.
     let month_from_march = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
     (era * 400 + year_of_era + u64::from(month <= 2), month, day)
 }
 
@@ -163,7 +178,10 @@ mod tests {
         prepare(&new).unwrap();
         fs::write(new.join("x"), "").unwrap();
         assert!(matches!(prepare(&new), Err(OutputError::NotEmpty { .. })));
-        assert!(matches!(prepare(&new.join("x")), Err(OutputError::NotADirectory { .. })));
+        assert!(matches!(
+            prepare(&new.join("x")),
+            Err(OutputError::NotADirectory { .. })
+        ));
         assert!(matches!(prepare(&new.join("x/y")), Err(OutputError::Io { .. })));
         assert!(check(&dir.path().join("absent")).is_ok() && !dir.path().join("absent").exists());
     }

@@ -18,13 +18,24 @@ pub fn corpus_line(plan: &CorpusPlan, seconds: f64) -> String {
 
 /// `scoring | 4 streams | 258,525 tokens | 125 windows`
 pub fn start_line(totals: Totals) -> String {
-    format!("scoring | {} streams | {} tokens | {} windows", totals.streams, count(totals.tokens), totals.windows)
+    format!(
+        "scoring | {} streams | {} tokens | {} windows",
+        totals.streams,
+        count(totals.tokens),
+        totals.windows
+    )
 }
 
 /// `scoring | 53,247/258,525 tokens | 25/125 windows | PPL 4.9123 | 5.32k tok/s | elapsed 10.0s | ETA 38.6s`, with
 /// ` | stream KL 2.630e-02` before the rate while comparing.
 pub fn progress_line(snapshot: &Snapshot) -> String {
-    let Snapshot { totals, windows, running, stream_kl, elapsed } = snapshot;
+    let Snapshot {
+        totals,
+        windows,
+        running,
+        stream_kl,
+        elapsed,
+    } = snapshot;
     let kl = stream_kl.map_or(String::new(), |kl| format!(" | stream KL {}", exponent_form(kl, 3)));
     format!(
         "scoring | {}/{} tokens | {windows}/{} windows | PPL {}{kl} | {} | elapsed {} | ETA {}",
@@ -98,7 +109,10 @@ pub fn bar(fraction: f64, cells: usize) -> String {
 /// Cells of the loading bar in a terminal of `width` columns whose other text takes `text` columns: the largest of 20,
 /// 16, 12 that fits with its two brackets and a blank, or none.
 pub fn bar_cells(width: usize, text: usize) -> usize {
-    [20, 16, 12].into_iter().find(|cells| text + cells + 3 < width).unwrap_or(0)
+    [20, 16, 12]
+        .into_iter()
+        .find(|cells| text + cells + 3 < width)
+        .unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -109,9 +123,17 @@ mod tests {
     fn snapshot() -> Snapshot {
         let total_nll = 53_247.0 * 4.9123f64.ln();
         Snapshot {
-            totals: Totals { streams: 4, tokens: 258_525, windows: 125 },
+            totals: Totals {
+                streams: 4,
+                tokens: 258_525,
+                windows: 125,
+            },
             windows: 25,
-            running: Aggregate { scored_tokens: 53_247, total_nll, squared_deviations: 0.0 },
+            running: Aggregate {
+                scored_tokens: 53_247,
+                total_nll,
+                squared_deviations: 0.0,
+            },
             stream_kl: None,
             elapsed: 10.0,
         }
@@ -119,14 +141,27 @@ mod tests {
 
     #[test]
     fn the_progress_line() {
-        assert_eq!(start_line(snapshot().totals), "scoring | 4 streams | 258,525 tokens | 125 windows");
+        assert_eq!(
+            start_line(snapshot().totals),
+            "scoring | 4 streams | 258,525 tokens | 125 windows"
+        );
         assert_eq!(
             progress_line(&snapshot()),
             "scoring | 53,247/258,525 tokens | 25/125 windows | PPL 4.9123 | 5.32k tok/s | elapsed 10.0s | ETA 38.6s"
         );
-        let line = progress_line(&Snapshot { stream_kl: Some(0.0263), ..snapshot() });
-        assert!(line.contains(" | PPL 4.9123 | stream KL 2.630e-02 | 5.32k tok/s"), "{line}");
-        let none = Snapshot { running: Aggregate::default(), elapsed: 0.0, ..snapshot() };
+        let line = progress_line(&Snapshot {
+            stream_kl: Some(0.0263),
+            ..snapshot()
+        });
+        assert!(
+            line.contains(" | PPL 4.9123 | stream KL 2.630e-02 | 5.32k tok/s"),
+            "{line}"
+        );
+        let none = Snapshot {
+            running: Aggregate::default(),
+            elapsed: 0.0,
+            ..snapshot()
+        };
         assert!(progress_line(&none).ends_with("PPL n/a | n/a | elapsed 0 us | ETA n/a"));
     }
 
@@ -136,7 +171,10 @@ mod tests {
         assert_eq!(cut("\u{4e2d}\u{6587}x", 3), "\u{4e2d}\u{6587}");
         assert_eq!(cut("abc", 80), "abc");
         assert_eq!(bar(0.5, 4), "[##  ]");
-        assert_eq!((bar(2.0, 2), bar(f64::NAN, 2), bar(0.5, 0)), ("[##]".into(), "[  ]".into(), String::new()));
+        assert_eq!(
+            (bar(2.0, 2), bar(f64::NAN, 2), bar(0.5, 0)),
+            ("[##]".into(), "[  ]".into(), String::new())
+        );
         assert_eq!([80, 64, 60, 50].map(|width| bar_cells(width, 44)), [20, 16, 12, 0]);
     }
 }

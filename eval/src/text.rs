@@ -96,7 +96,10 @@ impl Text {
     /// # Errors
     /// When the file cannot be read, is empty, or is not UTF-8 without NUL.
     pub fn read(path: &Path) -> Result<Self, TextError> {
-        let bytes = std::fs::read(path).map_err(|source| TextError::Read { path: path.to_owned(), source })?;
+        let bytes = std::fs::read(path).map_err(|source| TextError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
         Self::validate(bytes, path)
     }
 
@@ -115,14 +118,23 @@ impl Text {
         let sha256 = hex(&Sha256::digest(&bytes));
         let text = String::from_utf8(bytes).map_err(|error| {
             let offset = error.utf8_error().valid_up_to();
-            TextError::Utf8 { path: path(), offset, byte: error.as_bytes()[offset] }
+            TextError::Utf8 {
+                path: path(),
+                offset,
+                byte: error.as_bytes()[offset],
+            }
         })?;
         if let Some(offset) = text.bytes().position(|b| b == 0) {
             return Err(TextError::Nul { path: path(), offset });
         }
         let words = text.split_whitespace().count() as u64;
         let byte_order_mark = text.starts_with('\u{feff}');
-        Ok(Self { text, sha256, words, byte_order_mark })
+        Ok(Self {
+            text,
+            sha256,
+            words,
+            byte_order_mark,
+        })
     }
 
     /// Compares length and hash with what a manifest states.
@@ -132,7 +144,12 @@ impl Text {
     pub fn verify(&self, id: &str, path: &Path, bytes: Option<u64>, sha256: Option<&str>) -> Result<(), TextError> {
         let found = self.text.len() as u64;
         if let Some(expected) = bytes.filter(|&expected| expected != found) {
-            return Err(TextError::Length { id: id.into(), path: path.to_owned(), found, expected });
+            return Err(TextError::Length {
+                id: id.into(),
+                path: path.to_owned(),
+                found,
+                expected,
+            });
         }
         if let Some(expected) = sha256.filter(|&expected| expected != self.sha256) {
             return Err(TextError::Hash {
@@ -174,12 +191,12 @@ mod tests {
     fn bad_bytes_are_refused_with_their_offset() {
         let cases: [(&[u8], &str); 12] = [
             (b"ab\xffcd", "byte 0xff at offset 2"),
-            (b"a\xc0\xaf", "byte 0xc0 at offset 1"),             // overlong '/'
-            (b"a\xe0\x80\xaf", "byte 0xe0 at offset 1"),         // overlong, three bytes
-            (b"\xed\xa0\x80", "byte 0xed at offset 0"),          // surrogate
-            (b"ab\xf4\x90\x80\x80", "byte 0xf4 at offset 2"),    // above U+10FFFF
+            (b"a\xc0\xaf", "byte 0xc0 at offset 1"),          // overlong '/'
+            (b"a\xe0\x80\xaf", "byte 0xe0 at offset 1"),      // overlong, three bytes
+            (b"\xed\xa0\x80", "byte 0xed at offset 0"),       // surrogate
+            (b"ab\xf4\x90\x80\x80", "byte 0xf4 at offset 2"), // above U+10FFFF
             (b"\xf5\x80\x80\x80", "byte 0xf5 at offset 0"),
-            (b"abc\xe4\xb8", "byte 0xe4 at offset 3"),           // truncated
+            (b"abc\xe4\xb8", "byte 0xe4 at offset 3"), // truncated
             (b"a\0b", "NUL byte at offset 1"),
             (b"\xff\xfea\0", "UTF-16 (little-endian)"),
             (b"\xfe\xff\0a", "UTF-16 (big-endian)"),
@@ -200,7 +217,10 @@ mod tests {
         assert_eq!(text.words, 3);
         // The SHA-256 of "abc" is the first test vector of FIPS 180.
         let abc = validate(b"abc").unwrap();
-        assert_eq!(abc.sha256, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        assert_eq!(
+            abc.sha256,
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+        );
         assert!(!abc.byte_order_mark);
     }
 

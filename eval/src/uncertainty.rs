@@ -73,8 +73,7 @@ impl Uncertainty {
             cluster_count: blocks.len() as u64,
             clustered_standard_error: clustered_standard_error(blocks),
             bootstrap_standard_error: standard_deviation(&means),
-            bootstrap_interval_95: (!means.is_empty())
-                .then(|| [quantile(&means, 0.025), quantile(&means, 0.975)]),
+            bootstrap_interval_95: (!means.is_empty()).then(|| [quantile(&means, 0.025), quantile(&means, 0.975)]),
             bootstrap_resamples: means.len() as u64,
             bootstrap_seed: SEED,
         }
@@ -82,7 +81,10 @@ impl Uncertainty {
 }
 
 fn sum(blocks: &[Block]) -> Block {
-    blocks.iter().fold(Block::default(), |a, b| Block { count: a.count + b.count, total: a.total + b.total })
+    blocks.iter().fold(Block::default(), |a, b| Block {
+        count: a.count + b.count,
+        total: a.total + b.total,
+    })
 }
 
 /// `sqrt(S/(S-1) · Σ (t - n D)²) / Σ n`; `None` below two blocks.
@@ -107,7 +109,10 @@ fn bootstrap_means(blocks: &[Block], resamples: usize, seed: u64) -> Vec<f64> {
         .map(|_| {
             let drawn = (0..blocks.len()).fold(Block::default(), |a, _| {
                 let b = blocks[random.below(blocks.len())];
-                Block { count: a.count + b.count, total: a.total + b.total }
+                Block {
+                    count: a.count + b.count,
+                    total: a.total + b.total,
+                }
             });
             drawn.total / drawn.count as f64
         })
@@ -171,11 +176,17 @@ mod tests {
     fn a_single_stream_is_clustered_by_window() {
         let one = vec![vec![block(2, 2.0), block(2, 8.0)]];
         let uncertainty = Uncertainty::of(&one);
-        assert_eq!((uncertainty.clusters, uncertainty.cluster_count), (ClusterKind::Windows, 2));
+        assert_eq!(
+            (uncertainty.clusters, uncertainty.cluster_count),
+            (ClusterKind::Windows, 2)
+        );
         assert_eq!(uncertainty.clustered_standard_error, Some(1.5));
         let two = vec![one[0].clone(), vec![block(4, 10.0)], vec![]];
         let uncertainty = Uncertainty::of(&two);
-        assert_eq!((uncertainty.clusters, uncertainty.cluster_count), (ClusterKind::Streams, 2));
+        assert_eq!(
+            (uncertainty.clusters, uncertainty.cluster_count),
+            (ClusterKind::Streams, 2)
+        );
         // Both streams have mean 2.5.
         assert_eq!(uncertainty.clustered_standard_error, Some(0.0));
     }
@@ -184,7 +195,7 @@ mod tests {
     fn the_bootstrap_repeats_itself_and_agrees_with_theory() {
         // 400 equal windows of alternating mean 0 and 1: SE = 0.5 / √400 = 0.025.
         let windows: Vec<Block> = (0..400).map(|i| block(10, f64::from(i % 2) * 10.0)).collect();
-        let a = Uncertainty::of(&[windows.clone()]);
+        let a = Uncertainty::of(std::slice::from_ref(&windows));
         assert_eq!(a, Uncertainty::of(&[windows]));
         assert!((a.bootstrap_standard_error.unwrap() - 0.025).abs() < 0.003, "{a:?}");
         let [low, high] = a.bootstrap_interval_95.unwrap();
@@ -203,6 +214,9 @@ mod tests {
     #[test]
     fn quantiles_take_the_lower_element() {
         let values: Vec<f64> = (0..10).map(f64::from).collect();
-        assert_eq!([0.0, 0.5, 0.9, 0.99, 1.0].map(|q| quantile(&values, q)), [0.0, 4.0, 8.0, 8.0, 9.0]);
+        assert_eq!(
+            [0.0, 0.5, 0.9, 0.99, 1.0].map(|q| quantile(&values, q)),
+            [0.0, 4.0, 8.0, 8.0, 9.0]
+        );
     }
 }

@@ -104,7 +104,11 @@ impl Protocol {
             return Err(WindowError::Context { minimum, context });
         }
         if kind != WindowKind::Sliding {
-            return Ok(Self { kind, context, stride: context });
+            return Ok(Self {
+                kind,
+                context,
+                stride: context,
+            });
         }
         if stride == 0 || stride >= context {
             return Err(WindowError::Stride { context, stride });
@@ -140,12 +144,20 @@ impl Protocol {
             WindowKind::Disjoint | WindowKind::LlamaChunks => {
                 let needed = if self.kind == WindowKind::LlamaChunks { 2 } else { 1 };
                 if tokens / c < needed {
-                    return Err(WindowError::ShorterThanWindow { tokens, windows: needed, context: c });
+                    return Err(WindowError::ShorterThanWindow {
+                        tokens,
+                        windows: needed,
+                        context: c,
+                    });
                 }
                 tokens / c
             }
         };
-        Ok(WindowPlan { protocol: *self, tokens, windows })
+        Ok(WindowPlan {
+            protocol: *self,
+            tokens,
+            windows,
+        })
     }
 }
 
@@ -203,20 +215,34 @@ impl WindowPlan {
     /// When `index` is not below [`len`](Self::len).
     pub fn window(&self, index: usize) -> Window {
         assert!(index < self.windows, "window {index} of {}", self.windows);
-        let Protocol { kind, context: c, stride: s } = self.protocol;
+        let Protocol {
+            kind,
+            context: c,
+            stride: s,
+        } = self.protocol;
         match kind {
-            WindowKind::Sliding if index == 0 => {
-                Window { input_begin: 0, input_end: self.tokens.min(c), target_begin: 1 }
-            }
+            WindowKind::Sliding if index == 0 => Window {
+                input_begin: 0,
+                input_end: self.tokens.min(c),
+                target_begin: 1,
+            },
             WindowKind::Sliding => {
                 let target_begin = c + (index - 1) * s;
                 let input_end = self.tokens.min(target_begin + s);
-                Window { input_begin: input_end - c, input_end, target_begin }
+                Window {
+                    input_begin: input_end - c,
+                    input_end,
+                    target_begin,
+                }
             }
             WindowKind::Disjoint | WindowKind::LlamaChunks => {
                 let first_target = if kind == WindowKind::Disjoint { 1 } else { c / 2 + 1 };
                 let input_begin = index * c;
-                Window { input_begin, input_end: input_begin + c, target_begin: input_begin + first_target }
+                Window {
+                    input_begin,
+                    input_end: input_begin + c,
+                    target_begin: input_begin + first_target,
+                }
             }
         }
     }
@@ -240,7 +266,10 @@ impl WindowPlan {
     /// When `windows` is 0 or exceeds the number planned.
     pub fn first(self, windows: usize) -> Result<Self, WindowError> {
         if windows == 0 || windows > self.windows {
-            return Err(WindowError::Limit { asked: windows, planned: self.windows });
+            return Err(WindowError::Limit {
+                asked: windows,
+                planned: self.windows,
+            });
         }
         Ok(Self { windows, ..self })
     }
@@ -254,7 +283,10 @@ mod tests {
     /// `(input_begin, input_end, target_begin, first_target)` of every window.
     fn plan(kind: WindowKind, n: usize, c: usize, s: usize) -> Result<Vec<(usize, usize, usize, usize)>, WindowError> {
         let plan = Protocol::new(kind, c, s)?.plan(n)?;
-        Ok(plan.iter().map(|w| (w.input_begin, w.input_end, w.target_begin, w.first_target())).collect())
+        Ok(plan
+            .iter()
+            .map(|w| (w.input_begin, w.input_end, w.target_begin, w.first_target()))
+            .collect())
     }
 
     fn sliding(n: usize, c: usize, s: usize) -> Vec<(usize, usize, usize, usize)> {
@@ -269,29 +301,51 @@ mod tests {
         assert_eq!(sliding(7, 6, 2), [(0, 6, 1, 1), (1, 7, 6, 5)]);
         assert_eq!(sliding(9, 6, 2), [(0, 6, 1, 1), (2, 8, 6, 4), (3, 9, 8, 5)]);
         assert_eq!(sliding(10, 6, 2), [(0, 6, 1, 1), (2, 8, 6, 4), (4, 10, 8, 4)]);
-        assert_eq!(sliding(10, 6, 1), [(0, 6, 1, 1), (1, 7, 6, 5), (2, 8, 7, 5), (3, 9, 8, 5), (4, 10, 9, 5)]);
+        assert_eq!(
+            sliding(10, 6, 1),
+            [(0, 6, 1, 1), (1, 7, 6, 5), (2, 8, 7, 5), (3, 9, 8, 5), (4, 10, 9, 5)]
+        );
         assert_eq!(sliding(11, 6, 5), [(0, 6, 1, 1), (5, 11, 6, 1)]);
         assert_eq!(sliding(4097, 4096, 2048), [(0, 4096, 1, 1), (1, 4097, 4096, 4095)]);
         let long = sliding(12001, 4096, 2048);
         assert_eq!((long.len(), long[4]), (5, (7905, 12001, 10240, 2335)));
-        assert_eq!((sliding(65536, 4096, 2048).len(), sliding(65536, 65536, 32768).len()), (31, 1));
+        assert_eq!(
+            (sliding(65536, 4096, 2048).len(), sliding(65536, 65536, 32768).len()),
+            (31, 1)
+        );
         // 20 tokens, window 10, stride 5.
         assert_eq!(sliding(20, 10, 5), [(0, 10, 1, 1), (5, 15, 10, 5), (10, 20, 15, 5)]);
     }
 
     #[test]
     fn disjoint_windows_drop_the_tail() {
-        assert_eq!(plan(WindowKind::Disjoint, 10, 4, 0).unwrap(), [(0, 4, 1, 1), (4, 8, 5, 1)]);
+        assert_eq!(
+            plan(WindowKind::Disjoint, 10, 4, 0).unwrap(),
+            [(0, 4, 1, 1), (4, 8, 5, 1)]
+        );
         let error = plan(WindowKind::Disjoint, 3, 4, 0).unwrap_err();
-        assert_eq!(error, WindowError::ShorterThanWindow { tokens: 3, windows: 1, context: 4 });
+        assert_eq!(
+            error,
+            WindowError::ShorterThanWindow {
+                tokens: 3,
+                windows: 1,
+                context: 4
+            }
+        );
         // The stride is neither used nor checked, and is recorded as the context.
         assert_eq!(Protocol::new(WindowKind::Disjoint, 2048, 2048).unwrap().stride(), 2048);
     }
 
     #[test]
     fn llama_chunks_score_the_second_half() {
-        assert_eq!(plan(WindowKind::LlamaChunks, 17, 8, 0).unwrap(), [(0, 8, 5, 5), (8, 16, 13, 5)]);
-        assert_eq!(plan(WindowKind::LlamaChunks, 10, 5, 0).unwrap(), [(0, 5, 3, 3), (5, 10, 8, 3)]);
+        assert_eq!(
+            plan(WindowKind::LlamaChunks, 17, 8, 0).unwrap(),
+            [(0, 8, 5, 5), (8, 16, 13, 5)]
+        );
+        assert_eq!(
+            plan(WindowKind::LlamaChunks, 10, 5, 0).unwrap(),
+            [(0, 5, 3, 3), (5, 10, 8, 3)]
+        );
         assert!(matches!(
             plan(WindowKind::LlamaChunks, 15, 8, 0),
             Err(WindowError::ShorterThanWindow { windows: 2, .. })
@@ -312,14 +366,20 @@ mod tests {
     fn short_texts_are_refused_in_words() {
         for n in [0, 1] {
             let message = plan(WindowKind::Sliding, n, 6, 2).unwrap_err().to_string();
-            assert_eq!(message, format!("a text of {n} token(s) has no token to predict; at least 2 are needed"));
+            assert_eq!(
+                message,
+                format!("a text of {n} token(s) has no token to predict; at least 2 are needed")
+            );
         }
     }
 
     #[test]
     fn context_and_stride_are_checked() {
         for kind in [WindowKind::Sliding, WindowKind::Disjoint] {
-            assert_eq!(Protocol::new(kind, 1, 1).unwrap_err(), WindowError::Context { minimum: 2, context: 1 });
+            assert_eq!(
+                Protocol::new(kind, 1, 1).unwrap_err(),
+                WindowError::Context { minimum: 2, context: 1 }
+            );
         }
         assert!(Protocol::new(WindowKind::LlamaChunks, 3, 1).is_err());
         for stride in [0, 6, 7] {
@@ -330,11 +390,19 @@ mod tests {
 
     /// The loop the closed form stands for.
     fn sliding_by_loop(n: usize, c: usize, s: usize) -> Vec<Window> {
-        let mut windows = vec![Window { input_begin: 0, input_end: n.min(c), target_begin: 1 }];
+        let mut windows = vec![Window {
+            input_begin: 0,
+            input_end: n.min(c),
+            target_begin: 1,
+        }];
         let mut p = n.min(c);
         while p < n {
             let e = n.min(p + s);
-            windows.push(Window { input_begin: e.saturating_sub(c), input_end: e, target_begin: p });
+            windows.push(Window {
+                input_begin: e.saturating_sub(c),
+                input_end: e,
+                target_begin: p,
+            });
             p = e;
         }
         windows

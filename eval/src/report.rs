@@ -1,0 +1,642 @@
+//! `report.json`, schema 6: every figure unrounded, every setting that can change one.
+//!
+//! One schema carries the fields of the two families of reports in circulation (versions 3 and 4); a field that does not
+//! apply is `null`, `false` or empty, never absent. Keys are in lexicographic order, indentation is two blanks, numbers
+//! are the shortest that read back as the same f64. `docs/report.md` describes each field.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::aggregate::Aggregate;
+use crate::corpus::{CorpusPlan, StreamPlan};
+use crate::evaluate::{Results, StreamResult, WindowResult};
+use crate::files::PendingFile;
+use crate::uncertainty::Uncertainty;
+use crate::windows::WindowKind;
+
+/// Number of this schema.
+pub const SCHEMA_VERSION: u32 = 6;
+/// Name of the report within its directory.
+pub const FILE_NAME: &str = "report.json";
+
+/// Why a report cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum ReportError {
+    /// A figure is infinite or not a number.
+    #[error("the report holds a figure that is not a finite number")]
+    NotFinite,
+    /// The report cannot be expressed in JSON.
+    #[error("cannot express the report in JSON: {0}")]
+    Json(#[from] serde_json::Error),
+    /// The system refuses.
+    #[error("cannot write {path}: {source}")]
+    Write {
+        /// The report's path.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+/// Which figure this is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Metric {
+    /// `fixed-window truncated-context causal perplexity`.
+    pub name: String,
+    /// `natural`.
+    pub log_base: String,
+}
+
+impl Default for Metric {
+    fn default() -> Self {
+        Self {
+            name: "fixed-window truncated-context causal perplexity".into(),
+            log_base: "natural".into(),
+        }
+    }
+}
+
+/// What produced the report.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Build {
+    /// Program name.
+    pub name: String,
+    /// Program version.
+    pub version: String,
+    /// Source revision, when known.
+    pub commit: Option<String>,
+    /// Target triple.
+    pub target: Option<String>,
+    /// Compiled features.
+    pub features: Vec<String>,
+}
+
+/// What was scored.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Artifact {
+    /// Absolute path.
+    pub path: String,
+    /// Architecture name.
+    pub architecture: String,
+    /// Public model name.
+    pub name: String,
+    /// SHA-256 that identifies the prefill arithmetic.
+    pub prefill_signature: String,
+    /// Weight formats in use.
+    pub formats: Vec<String>,
+    /// Size in bytes.
+    pub bytes: Option<u64>,
+}
+
+/// Where the text came from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Corpus {
+    /// Corpus identity.
+    pub id: String,
+    /// Selected mode.
+    pub mode: String,
+    /// Absolute path of the manifest or text.
+    pub source: String,
+    /// Streams in the plan.
+    pub stream_count: u64,
+}
+
+/// Settings of the model side, as they ran; the caller fills them in.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// Backend that computed.
+    pub backend: String,
+    /// First device.
+    pub device: i64,
+    /// All devices, one pipeline stage or replica each.
+    pub devices: Vec<i64>,
+    /// The device's own name.
+    pub device_name: Option<String>,
+    /// Numerical route: `normal`, `reproducible`, `reference` or `lossless`.
+    pub route: String,
+    /// Versions of the numeric contracts, by name; for instance the rounding contract or the library a route reproduces.
+    pub numeric_contract: BTreeMap<String, String>,
+    /// Tokens per prefill pass, as it ran.
+    pub prefill_chunk_tokens: u64,
+    /// Positions per tile of the output head.
+    pub score_tile_tokens: u64,
+    /// Number type of the logits.
+    pub logits_dtype: String,
+    /// Recorded name of the KV format that ran.
+    pub kv_dtype: String,
+    /// KV format as asked for.
+    pub kv_dtype_requested: String,
+    /// Bytes of KV per token over all layers, scales included.
+    pub kv_bytes_per_token: Option<f64>,
+    /// Where K and V scales came from, for formats that store them.
+    pub kv_scales_source: Option<String>,
+    /// YaRN from context over native window.
+    pub rope_yarn: bool,
+    /// YaRN factor; 1 is none.
+    pub rope_yarn_factor: f64,
+    /// Linear position factor; 1 is none.
+    pub rope_scaling_factor: f64,
+    /// Positions up to here keep their angles; 0 is the native window.
+    pub rope_scaling_original_context: u64,
+    /// Fast prompt-attention kernel.
+    pub fast_prefill_kernel: bool,
+    /// Original INT8 prefill kernel.
+    pub original_int8_prefill_kernel: bool,
+    /// Original NVFP4 prefill kernel.
+    pub original_nvfp4_prefill_kernel: bool,
+    /// 8-bit P·V: `auto`, `on` or `off`; `None` where there is no such choice.
+    pub prefill_8bit_pv: Option<String>,
+    /// 16-bit activations in every linear.
+    pub a16_activations: bool,
+    /// Prefill through the vendor's matrix library.
+    pub prefill_cublas: bool,
+    /// That library for attention and GDN input projections too.
+    pub prefill_cublas_projections: bool,
+    /// Integer prefill routes.
+    pub prefill_a8: bool,
+    /// 8-bit activations in the decode MLP; no effect on scoring.
+    pub mlp_a8_decode: bool,
+    /// Output head requantised to this format.
+    pub lm_head_format: Option<String>,
+    /// Embedding requantised to this format.
+    pub embedding_format: Option<String>,
+    /// Draft experts at 4 bits; no effect on scoring.
+    pub mtp_experts_q4: bool,
+    /// GDN state in half precision.
+    pub gdn_state_fp16: bool,
+    /// Every operation correctly rounded.
+    pub lossless: bool,
+    /// Lossless plus the declared lossy steps.
+    pub reference: bool,
+    /// No fast path, fixed reduction orders.
+    pub reproducible: bool,
+    /// Fast paths that ran.
+    pub fast_paths: Vec<String>,
+    /// 4-bit expert activations.
+    pub expert_a4_activations: bool,
+    /// Whether markers such as `<|im_start|>` in the text become single tokens.
+    pub special_tokens_in_text: String,
+    /// Ids put before every stream.
+    pub prefix_tokens: Vec<u32>,
+    /// Any further setting, by option name.
+    pub options: BTreeMap<String, Value>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            backend: String::new(),
+            device: 0,
+            devices: Vec::new(),
+            device_name: None,
+            route: "normal".into(),
+            numeric_contract: BTreeMap::new(),
+            prefill_chunk_tokens: 0,
+            score_tile_tokens: 0,
+            logits_dtype: String::new(),
+            kv_dtype: String::new(),
+            kv_dtype_requested: String::new(),
+            kv_bytes_per_token: None,
+            kv_scales_source: None,
+            rope_yarn: false,
+            rope_yarn_factor: 1.0,
+            rope_scaling_factor: 1.0,
+            rope_scaling_original_context: 0,
+            fast_prefill_kernel: false,
+            original_int8_prefill_kernel: false,
+            original_nvfp4_prefill_kernel: false,
+            prefill_8bit_pv: None,
+            a16_activations: false,
+            prefill_cublas: false,
+            prefill_cublas_projections: false,
+            prefill_a8: false,
+            mlp_a8_decode: false,
+            lm_head_format: None,
+            embedding_format: None,
+            mtp_experts_q4: false,
+            gdn_state_fp16: false,
+            lossless: false,
+            reference: false,
+            reproducible: false,
+            fast_paths: Vec::new(),
+            expert_a4_activations: false,
+            special_tokens_in_text: String::new(),
+            prefix_tokens: Vec::new(),
+            options: BTreeMap::new(),
+        }
+    }
+}
+
+/// Protocol and settings.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Execution {
+    /// `causal_scoring`.
+    pub purpose: String,
+    /// Longest input of a window.
+    pub context_tokens: u64,
+    /// Targets per later window; the context when windows do not overlap.
+    pub stride_tokens: u64,
+    /// `sliding`, `disjoint` or `llama-chunks`.
+    pub windows: WindowKind,
+    /// Windows per batch.
+    pub batch_windows: u64,
+    /// Settings of the model side.
+    #[serde(flatten)]
+    pub settings: Settings,
+}
+
+/// What the figures were divided by.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Denominators {
+    /// Rows of the head in the softmax.
+    pub softmax_rows: u64,
+    /// Tokens read.
+    pub input_tokens: u64,
+    /// Tokens scored.
+    pub scored_tokens: u64,
+    /// Windows scored.
+    pub windows: u64,
+    /// Bytes of the texts; `null` unless every token but each first one was scored.
+    pub bytes: Option<u64>,
+    /// Whitespace-separated words of the texts; `null` likewise.
+    pub words: Option<u64>,
+}
+
+/// Wall-clock times.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Timing {
+    /// Loading the model.
+    pub load_seconds: f64,
+    /// Reading and tokenising.
+    pub read_and_tokenize_seconds: f64,
+    /// Scoring.
+    pub score_seconds: f64,
+    /// Everything up to the report.
+    pub total_seconds: f64,
+    /// Scored tokens over scoring time; `null` when the clock saw no time.
+    pub scored_tokens_per_second: Option<f64>,
+}
+
+/// Sums and what follows from them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Figures {
+    /// Tokens scored.
+    pub scored_tokens: u64,
+    /// `-Σ logprob` in nats.
+    pub total_nll: f64,
+    /// Per token; `null` without tokens.
+    pub mean_nll: Option<f64>,
+    /// `exp(mean_nll)`; `null` beyond the range of f64.
+    pub perplexity: Option<f64>,
+    /// `mean_nll / ln 2`.
+    pub bits_per_token: Option<f64>,
+    /// Of the mean, tokens taken as independent.
+    pub standard_error_mean_nll: Option<f64>,
+    /// Of the perplexity, by error propagation.
+    pub standard_error_perplexity: Option<f64>,
+    /// `Σ (nll - mean)²`, from which standard errors of joined parts follow.
+    pub squared_deviations: f64,
+}
+
+impl From<&Aggregate> for Figures {
+    fn from(sum: &Aggregate) -> Self {
+        Self {
+            scored_tokens: sum.scored_tokens,
+            total_nll: sum.total_nll,
+            mean_nll: sum.mean_nll(),
+            perplexity: sum.perplexity(),
+            bits_per_token: sum.bits_per_token(),
+            standard_error_mean_nll: sum.standard_error(),
+            standard_error_perplexity: sum.perplexity_standard_error(),
+            squared_deviations: sum.squared_deviations,
+        }
+    }
+}
+
+/// Figures that do not depend on the tokenizer; `null` unless the whole text was scored.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TextFigures {
+    /// UTF-8 bytes of the text.
+    pub bytes: Option<u64>,
+    /// Whitespace-separated words of the text.
+    pub words: Option<u64>,
+    /// `Σ nll / (bytes · ln 2)`.
+    pub bits_per_byte: Option<f64>,
+    /// `exp(Σ nll / words)`.
+    pub word_perplexity: Option<f64>,
+}
+
+impl TextFigures {
+    fn new(sum: &Aggregate, size: Option<TextSize>) -> Self {
+        Self {
+            bytes: size.map(|s| s.bytes),
+            words: size.map(|s| s.words),
+            bits_per_byte: size.and_then(|s| sum.bits_per_byte(s.bytes)),
+            word_perplexity: size.and_then(|s| sum.word_perplexity(s.words)),
+        }
+    }
+}
+
+/// One scored window.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WindowReport {
+    /// Index within the stream.
+    pub index: u64,
+    /// First token fed.
+    pub input_begin: u64,
+    /// End of the input.
+    pub input_end: u64,
+    /// First token scored.
+    pub target_begin: u64,
+    /// End of the scored tokens.
+    pub target_end: u64,
+    /// Index of the first scored token within the input.
+    pub first_target: u64,
+    /// Its share of the batch's time.
+    pub seconds: f64,
+    /// Mean over everything scored up to and with this window.
+    pub running_mean_nll: f64,
+    /// Sums.
+    #[serde(flatten)]
+    pub figures: Figures,
+}
+
+/// One scored stream.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StreamReport {
+    /// Stream id.
+    pub id: String,
+    /// Aggregation label.
+    pub domain: String,
+    /// Relative to the manifest, or absolute for a single text.
+    pub path: String,
+    /// SHA-256 of the text.
+    pub sha256: String,
+    /// SHA-256 of the token ids as 32-bit little-endian integers.
+    pub tokens_sha256: String,
+    /// Tokens read.
+    pub input_tokens: u64,
+    /// Tokens not scored.
+    pub unscored_tokens: u64,
+    /// Time of its windows.
+    pub seconds: f64,
+    /// Sums.
+    #[serde(flatten)]
+    pub figures: Figures,
+    /// Tokenizer-independent figures.
+    #[serde(flatten)]
+    pub text: TextFigures,
+    /// The scored windows.
+    pub windows: Vec<WindowReport>,
+}
+
+/// One domain.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DomainReport {
+    /// Its name.
+    pub domain: String,
+    /// Sums.
+    #[serde(flatten)]
+    pub figures: Figures,
+    /// Tokenizer-independent figures.
+    #[serde(flatten)]
+    pub text: TextFigures,
+}
+
+/// Everything.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct OverallReport {
+    /// Sums.
+    #[serde(flatten)]
+    pub figures: Figures,
+    /// Tokenizer-independent figures.
+    #[serde(flatten)]
+    pub text: TextFigures,
+    /// Uncertainty of `mean_nll` that respects the dependence of tokens.
+    pub uncertainty: Uncertainty,
+    /// The bootstrap interval carried over to the perplexity.
+    pub perplexity_interval_95: Option<[f64; 2]>,
+}
+
+/// The share of the windows that was scored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardReport {
+    /// Position of the share.
+    pub index: u64,
+    /// Number of shares.
+    pub count: u64,
+}
+
+/// `report.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// [`SCHEMA_VERSION`].
+    pub schema_version: u32,
+    /// Which figure this is.
+    pub metric: Metric,
+    /// What produced the report.
+    pub build: Build,
+    /// Arguments of the run, program name first.
+    pub command_line: Vec<String>,
+    /// What was scored.
+    pub artifact: Artifact,
+    /// Where the text came from.
+    pub corpus: Corpus,
+    /// Protocol and settings.
+    pub execution: Execution,
+    /// What the figures were divided by.
+    pub denominators: Denominators,
+    /// Wall-clock times.
+    pub timing: Timing,
+    /// Streams in selection order.
+    pub streams: Vec<StreamReport>,
+    /// Domains in bytewise order.
+    pub domains: Vec<DomainReport>,
+    /// Everything.
+    pub overall: OverallReport,
+    /// The share that was scored; `null` for everything.
+    pub shard: Option<ShardReport>,
+    /// Remarks a reader must know, one sentence each.
+    pub notes: Vec<String>,
+}
+
+/// What the evaluation itself cannot know.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct RunInfo {
+    /// What produced the report.
+    pub build: Build,
+    /// Arguments of the run, program name first.
+    pub command_line: Vec<String>,
+    /// What was scored.
+    pub artifact: Artifact,
+    /// Settings of the model side.
+    pub settings: Settings,
+    /// Seconds spent loading the model.
+    pub load_seconds: f64,
+    /// Seconds spent reading and tokenising.
+    pub read_and_tokenize_seconds: f64,
+    /// Seconds since the program started.
+    pub total_seconds: f64,
+    /// Remarks a reader must know.
+    pub notes: Vec<String>,
+}
+
+/// Size of a text or of several.
+#[derive(Debug, Clone, Copy)]
+struct TextSize {
+    bytes: u64,
+    words: u64,
+}
+
+/// Total size of texts; `None` when any of them was not scored whole or is of unknown size.
+fn text_size<'a>(scored: impl Iterator<Item = (&'a StreamPlan, &'a StreamResult)>) -> Option<TextSize> {
+    scored
+        .into_iter()
+        .try_fold(TextSize { bytes: 0, words: 0 }, |sum, (plan, result)| {
+            let whole = result.aggregate.scored_tokens + 1 == plan.tokens.len() as u64 && plan.bytes > 0;
+            whole.then(|| TextSize {
+                bytes: sum.bytes + plan.bytes,
+                words: sum.words + plan.words,
+            })
+        })
+}
+
+impl Report {
+    /// Puts plan, results and circumstances together.
+    pub fn build(plan: &CorpusPlan, results: &Results, run: RunInfo) -> Self {
+        let scored = || plan.streams.iter().zip(&results.streams);
+        let whole = text_size(scored());
+        let score_seconds = results.score_seconds;
+        let rate = results.overall.scored_tokens as f64 / score_seconds;
+        let domains = results.domains.iter().map(|(name, sum)| DomainReport {
+            domain: name.clone(),
+            figures: sum.into(),
+            text: TextFigures::new(sum, text_size(scored().filter(|(plan, _)| plan.domain == *name))),
+        });
+        let exp = |[low, high]: [f64; 2]| [low.exp(), high.exp()];
+        Self {
+            schema_version: SCHEMA_VERSION,
+            metric: Metric::default(),
+            build: run.build,
+            command_line: run.command_line,
+            artifact: run.artifact,
+            corpus: Corpus {
+                id: plan.id.clone(),
+                mode: plan.mode.clone(),
+                source: plan.source.display().to_string(),
+                stream_count: plan.streams.len() as u64,
+            },
+            execution: Execution {
+                purpose: "causal_scoring".into(),
+                context_tokens: plan.protocol.context() as u64,
+                stride_tokens: plan.protocol.stride() as u64,
+                windows: plan.protocol.kind(),
+                batch_windows: results.batch as u64,
+                settings: run.settings,
+            },
+            denominators: Denominators {
+                softmax_rows: results.public_tokens as u64,
+                input_tokens: plan.input_tokens(),
+                scored_tokens: results.overall.scored_tokens,
+                windows: results.streams.iter().map(|s| s.windows.len() as u64).sum(),
+                bytes: whole.map(|s| s.bytes),
+                words: whole.map(|s| s.words),
+            },
+            timing: Timing {
+                load_seconds: run.load_seconds,
+                read_and_tokenize_seconds: run.read_and_tokenize_seconds,
+                score_seconds,
+                total_seconds: run.total_seconds,
+                scored_tokens_per_second: Some(rate).filter(|r| r.is_finite()),
+            },
+            streams: scored().map(|(plan, result)| stream_report(plan, result)).collect(),
+            domains: domains.collect(),
+            overall: OverallReport {
+                figures: (&results.overall).into(),
+                text: TextFigures::new(&results.overall, whole),
+                uncertainty: results.uncertainty.clone(),
+                perplexity_interval_95: results
+                    .uncertainty
+                    .bootstrap_interval_95
+                    .map(exp)
+                    .filter(|interval| interval.iter().all(|x| x.is_finite())),
+            },
+            shard: (!results.shard.is_whole()).then(|| ShardReport {
+                index: results.shard.index(),
+                count: results.shard.count(),
+            }),
+            notes: run.notes,
+        }
+    }
+
+    /// The report as text: sorted keys, two-blank indentation, a newline at the end.
+    ///
+    /// # Errors
+    /// When a figure is infinite or not a number.
+    pub fn to_json(&self) -> Result<String, ReportError> {
+        let mut value = serde_json::to_value(self)?;
+        // JSON has no NaN: it would become a null, which does not read back as the same report.
+        match serde_json::from_value::<Self>(value.clone()) {
+            Ok(same) if same == *self => {}
+            _ => return Err(ReportError::NotFinite),
+        }
+        value.sort_all_objects();
+        let mut text = serde_json::to_string_pretty(&value)?;
+        text.push('\n');
+        Ok(text)
+    }
+
+    /// Writes `report.json` into `directory` through a temporary name.
+    ///
+    /// # Errors
+    /// When a figure is not finite or the file cannot be written; nothing is left behind then.
+    pub fn write(&self, directory: &Path) -> Result<(), ReportError> {
+        let text = self.to_json()?;
+        let path = directory.join(FILE_NAME);
+        let write = || {
+            let mut file = PendingFile::create(&path, ".tmp")?;
+            file.write_all(text.as_bytes())?;
+            file.commit()
+        };
+        write().map_err(|source| ReportError::Write {
+            path: path.display().to_string(),
+            source,
+        })
+    }
+}
+
+fn stream_report(plan: &StreamPlan, result: &StreamResult) -> StreamReport {
+    let input_tokens = plan.tokens.len() as u64;
+    StreamReport {
+        id: plan.id.clone(),
+        domain: plan.domain.clone(),
+        path: plan.path.clone(),
+        sha256: plan.sha256.clone(),
+        tokens_sha256: plan.tokens_sha256.clone(),
+        input_tokens,
+        unscored_tokens: input_tokens - result.aggregate.scored_tokens,
+        seconds: result.seconds,
+        figures: (&result.aggregate).into(),
+        text: TextFigures::new(&result.aggregate, text_size([(plan, result)].into_iter())),
+        windows: result.windows.iter().map(window_report).collect(),
+    }
+}
+
+fn window_report(result: &WindowResult) -> WindowReport {
+    let window = &result.window;
+    WindowReport {
+        index: result.index as u64,
+        input_begin: window.input_begin as u64,
+        input_end: window.input_end as u64,
+        target_begin: window.target_begin as u64,
+        target_end: window.target_end() as u64,
+        first_target: window.first_target() as u64,
+        seconds: result.seconds,
+        running_mean_nll: result.running_mean_nll,
+        figures: (&result.aggregate).into(),
+    }
+}

@@ -1,0 +1,96 @@
+//! The result table: first column 24 wide, left-aligned, then three columns of 16, right-aligned.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use crate::humanize::significant;
+use crate::report::{Figures, Report};
+use crate::windows::WindowKind;
+
+/// Writes the table of a finished run.
+///
+/// # Errors
+/// When `out` fails.
+pub fn write(out: &mut impl Write, report: &Report, report_path: &Path) -> io::Result<()> {
+    let Report {
+        artifact,
+        corpus,
+        execution,
+        overall,
+        ..
+    } = report;
+    let kind = match execution.windows {
+        WindowKind::Sliding => "",
+        WindowKind::Disjoint => " (disjoint windows)",
+        WindowKind::LlamaChunks => " (llama.cpp chunks)",
+    };
+    writeln!(out, "Perplexity result")?;
+    writeln!(out, "artifact: {}", artifact.name)?;
+    writeln!(
+        out,
+        "kv: {}, corpus: {} / {}, context/stride: {}/{}{kind}",
+        execution.settings.kv_dtype, corpus.id, corpus.mode, execution.context_tokens, execution.stride_tokens
+    )?;
+    if let Some(shard) = &report.shard {
+        writeln!(out, "shard: {}/{} of the windows", shard.index, shard.count)?;
+    }
+    writeln!(out)?;
+    writeln!(out, "{:<24}{:>16}{:>16}{:>16}", "domain", "tokens", "mean_nll", "ppl")?;
+    for domain in &report.domains {
+        row(out, &domain.domain, &domain.figures)?;
+    }
+    row(out, "overall", &overall.figures)?;
+    writeln!(out)?;
+    uncertainty(out, report)?;
+    if let (Some(bits), Some(words)) = (overall.text.bits_per_byte, overall.text.word_perplexity) {
+        writeln!(
+            out,
+            "bits per byte: {bits:.6}, word perplexity: {}",
+            significant(words, 6)
+        )?;
+    }
+    writeln!(out)?;
+    match report.timing.scored_tokens_per_second {
+        Some(rate) => writeln!(out, "score rate: {rate:.1} tok/s")?,
+        None => writeln!(out, "score rate: n/a")?,
+    }
+    for note in &report.notes {
+        writeln!(out, "note: {note}")?;
+    }
+    writeln!(out, "report: \"{}\"", report_path.display())
+}
+
+fn row(out: &mut impl Write, name: &str, figures: &Figures) -> io::Result<()> {
+    let six = |value: Option<f64>| value.map_or("n/a".to_owned(), |v| format!("{v:.6}"));
+    let (mean, perplexity) = (six(figures.mean_nll), six(figures.perplexity));
+    writeln!(out, "{name:<24}{:>16}{mean:>16}{perplexity:>16}", figures.scored_tokens)
+}
+
+fn uncertainty(out: &mut impl Write, report: &Report) -> io::Result<()> {
+    let (figures, uncertainty) = (&report.overall.figures, &report.overall.uncertainty);
+    let Some(independent) = figures.standard_error_perplexity else {
+        return Ok(());
+    };
+    write!(
+        out,
+        "ppl standard error: {} (tokens independent)",
+        significant(independent, 3)
+    )?;
+    if let (Some(error), Some(perplexity)) = (uncertainty.clustered_standard_error, figures.perplexity) {
+        let clusters = match uncertainty.clusters {
+            crate::uncertainty::ClusterKind::Streams => "streams",
+            crate::uncertainty::ClusterKind::Windows => "windows of one stream",
+        };
+        let error = significant(error * perplexity, 3);
+        write!(out, ", {error} ({} {clusters})", uncertainty.cluster_count)?;
+    }
+    if let Some([low, high]) = report.overall.perplexity_interval_95 {
+        write!(
+            out,
+            ", 95 % interval {} to {}",
+            significant(low, 6),
+            significant(high, 6)
+        )?;
+    }
+    writeln!(out)
+}
