@@ -1,4 +1,61 @@
 //! The text configuration: every number the forward pass needs, taken from the artifact or checkpoint.
+//!
+//! [`TextConfig::from_artifact`] is strict: a closed record in which an unknown or half-given group is an error.
+//! [`TextConfig::from_hugging_face`] is lenient about what does not concern the text forward pass, refuses by name what
+//! the forward pass would get wrong, and hands the rest, rewritten as an artifact record, to the strict parser.
+
+use serde_json::Value;
+
+mod artifact;
+mod hugging_face;
+
+/// A text configuration that cannot be used; fields are written as a path, such as `rope_parameters.rope_theta`.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ConfigError {
+    /// The configuration is not a JSON object.
+    #[error("the text configuration is not a JSON object")]
+    NotAnObject,
+    /// The text is not JSON.
+    #[error("the text configuration is not valid JSON: {0}")]
+    Json(String),
+    /// A field that the model needs is absent.
+    #[error("the text configuration lacks `{field}`: expected {expected}")]
+    Missing {
+        /// The absent field.
+        field: String,
+        /// What it has to hold.
+        expected: String,
+    },
+    /// A field that the record does not have, or not with this feed-forward kind.
+    #[error("the text configuration has the unexpected member `{field}`")]
+    Unknown {
+        /// The member.
+        field: String,
+    },
+    /// A field holds a value of the wrong kind or range.
+    #[error("`{field}` of the text configuration is {found}: expected {expected}")]
+    Invalid {
+        /// The field.
+        field: String,
+        /// Its JSON text.
+        found: String,
+        /// What it has to hold.
+        expected: String,
+    },
+    /// Fields that are right one by one do not fit one another.
+    #[error("the text configuration is inconsistent: {0}")]
+    Inconsistent(String),
+    /// A feature that would change the numbers and is not implemented.
+    #[error("`{field}` = {found} is not supported: {supported}")]
+    Unsupported {
+        /// The field.
+        field: String,
+        /// Its JSON text.
+        found: String,
+        /// What is supported instead.
+        supported: String,
+    },
+}
 
 /// What mixes tokens in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -7,6 +64,16 @@ pub enum LayerType {
     LinearAttention,
     /// Gated grouped-query attention (`full_attention`).
     FullAttention,
+}
+
+impl LayerType {
+    /// `linear_attention` or `full_attention`, as configurations spell it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::LinearAttention => "linear_attention",
+            Self::FullAttention => "full_attention",
+        }
+    }
 }
 
 /// Dimensions of the gated full attention.
@@ -107,4 +174,35 @@ pub struct TextConfig {
     pub delta_net: Option<DeltaNetConfig>,
     /// The feed-forward kind of every block.
     pub feed_forward: FeedForwardConfig,
+}
+
+impl TextConfig {
+    /// Reads `components.text.config` of an artifact.
+    ///
+    /// # Errors
+    /// Every rule of the closed record; the first field at fault is named.
+    pub fn from_artifact(config: &Value) -> Result<Self, ConfigError> {
+        artifact::parse(config)
+    }
+
+    /// Reads the `config.json` of a Hugging Face checkpoint, its text fields nested under `text_config` or not.
+    ///
+    /// # Errors
+    /// A missing or wrong field, or a feature outside this model family, by name.
+    pub fn from_hugging_face(config: &Value) -> Result<Self, ConfigError> {
+        artifact::parse(&hugging_face::to_artifact_record(config)?)
+    }
+
+    /// The artifact record of this configuration; [`TextConfig::from_artifact`] reads it back unchanged.
+    pub fn to_artifact(&self) -> Value {
+        artifact::record(self)
+    }
+
+    /// `Qwen3_5ForCausalLM` or `Qwen3_5MoeForCausalLM`.
+    pub fn architecture(&self) -> &'static str {
+        match self.feed_forward {
+            FeedForwardConfig::Dense { .. } => artifact::DENSE.0,
+            FeedForwardConfig::Moe { .. } => artifact::MOE.0,
+        }
+    }
 }

@@ -1,4 +1,6 @@
 //! Artifacts, checkpoints, numeric formats and the text forward pass of the Qwen3.5 family.
 
+pub mod checkpoint;
 pub mod config;
+pub mod parameters;
 pub mod source;

@@ -2,6 +2,9 @@
 //!
 //! Parameters go by their artifact names (`text/layers/0/gdn/query`), whatever the file calls them.
 
+use std::path::Path;
+
+use crate::checkpoint::CheckpointSource;
 use crate::config::TextConfig;
 
 /// Activation precision a weight permits at one input: an upper limit, not an order.
@@ -34,6 +37,58 @@ pub trait TextSource: Send + Sync {
     /// # Errors
     /// When the resource exists but cannot be read.
     fn resource(&self, role: &str) -> Result<Option<Vec<u8>>, SourceError>;
+
+    /// What was skipped or ignored on opening, in words.
+    fn notes(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// How parameter `name` is stored.
+    ///
+    /// # Errors
+    /// When the parameter is missing or the source does not know.
+    fn stored(&self, name: &str) -> Result<StoredParameter, SourceError> {
+        Err(SourceError(
+            format!("the source does not say how {name} is stored").into(),
+        ))
+    }
+}
+
+/// How one parameter is stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredParameter {
+    /// Extents in C order.
+    pub shape: Vec<usize>,
+    /// Its pieces, in order.
+    pub parts: Vec<StoredPart>,
+    /// Activation permission at the parameter's input; `None` when it multiplies no activation.
+    pub policy: Option<ActivationPolicy>,
+}
+
+/// A piece of a parameter inside one stored object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredPart {
+    /// Object id in the artifact, or tensor name in the checkpoint.
+    pub object: String,
+    /// Extents of that object.
+    pub object_shape: Vec<usize>,
+    /// Numeric format, such as `q4_g64_fp16`, `bf16` or `fp16`.
+    pub format: &'static str,
+    /// Storage layout, such as `row_split_k128_v1`.
+    pub layout: &'static str,
+    /// First element of the object that belongs to the parameter, and the one behind the last; `None` when the elements
+    /// are scattered (a head-interleaved or transposed tensor of a checkpoint).
+    pub range: Option<(u64, u64)>,
+    /// The piece's share of the object's bytes, scales included.
+    pub bytes: u64,
+}
+
+/// Opens a checkpoint directory or an artifact file.
+///
+/// # Errors
+/// When the path cannot be read or what it holds cannot be used; names what was wrong and where.
+pub fn open(path: &Path) -> Result<Box<dyn TextSource>, SourceError> {
+    Ok(Box::new(CheckpointSource::open(path)?))
 }
 
 /// A weight or resource that could not be provided; the message names file, parameter and expectation.
