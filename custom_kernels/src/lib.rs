@@ -6,8 +6,11 @@
 //! backend overrides what it does better.
 
 pub mod backend;
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
 pub mod ops;
 pub mod precision;
+pub mod timing;
 
 pub use backend::EvaluatorBackend;
 pub use precision::Precision;

@@ -1,5 +1,8 @@
 //! `cache[b, h, at + t] = rows[b, t, h]`.
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::{Tensor, backend::Backend};
 
 use crate::ops::widen;

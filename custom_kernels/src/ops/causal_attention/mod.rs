@@ -5,6 +5,9 @@
 //! o   = sum_j softmax(s)_j v_j
 //! ```
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::{Int, Tensor, activation::softmax};
 
 use crate::backend::EvaluatorBackend;

@@ -1,6 +1,9 @@
 //! `g = -exp(A_log) * softplus(a + dt_bias)`, never positive, and `beta = sigmoid(b)`.
 //! `softplus(u) = ln(1 + e^u)`, `u` itself above [`SOFTPLUS_IDENTITY`].
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::{Tensor, activation::sigmoid};
 
 use crate::backend::EvaluatorBackend;

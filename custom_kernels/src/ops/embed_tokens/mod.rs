@@ -1,5 +1,8 @@
 //! `y[b, t] = table[ids[b, t]]`, without any scale.
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::{Int, Tensor, TensorData};
 
 use crate::backend::EvaluatorBackend;

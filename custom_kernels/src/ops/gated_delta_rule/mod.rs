@@ -20,6 +20,9 @@
 //!
 //! No exponential has a positive argument, so strong decay cannot overflow.
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::Tensor;
 
 use crate::backend::EvaluatorBackend;

@@ -1,5 +1,8 @@
 //! `y = x * rsqrt(mean(x^2) + eps) * w * SiLU(z)` over the last axis; the weight is plain, not `1 + w`.
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::{Tensor, activation::silu};
 
 use crate::backend::EvaluatorBackend;

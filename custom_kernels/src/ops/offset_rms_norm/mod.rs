@@ -1,5 +1,8 @@
 //! `y = x * rsqrt(mean(x^2) + eps) * (1 + w)` over the last axis.
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::Tensor;
 
 use crate::backend::EvaluatorBackend;

@@ -8,6 +8,9 @@
 //!
 //! Features `R..` pass unchanged. Pairs are half-split, `(i, i + R/2)`, not neighbours.
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 use crate::backend::EvaluatorBackend;

@@ -1,5 +1,8 @@
 //! `round(x)`: the nearest representable value, ties to even.
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::{FloatDType, Tensor, backend::Backend};
 
 use crate::precision::Precision;

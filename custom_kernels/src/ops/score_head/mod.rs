@@ -7,6 +7,9 @@
 //! Top tokens come most probable first, equal logits in ascending id. Target, top tokens and candidates read the same
 //! logits and the same normaliser. Only one tile of logits is in memory at a time, and tiling changes no value.
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::Tensor;
 
 use crate::backend::EvaluatorBackend;
@@ -73,18 +76,26 @@ impl HeadScores {
 
 /// Ids of the `count` largest logits, largest first, equal ones in ascending id; NaN counts as the smallest.
 pub fn top_ids(logits: &[f32], count: usize) -> Vec<u32> {
-    let mut top: Vec<(f32, u32)> = Vec::with_capacity(count + 1);
-    for (id, &logit) in logits.iter().enumerate() {
-        let logit = if logit.is_nan() { f32::NEG_INFINITY } else { logit };
-        if top.len() == count && top.last().is_none_or(|&(least, _)| logit <= least) {
+    let mut top = Vec::with_capacity(count + 1);
+    merge_top(&mut top, count, logits, 0);
+    top.into_iter().map(|(_, id)| id).collect()
+}
+
+/// Takes `logits`, of ids `first..` above all ids seen before, into the `count` largest so far.
+pub(crate) fn merge_top(top: &mut Vec<(f32, u32)>, count: usize, logits: &[f32], first: usize) {
+    if count == 0 {
+        return;
+    }
+    for (id, &logit) in (first as u32..).zip(logits) {
+        let key = |logit: f32| if logit.is_nan() { f32::NEG_INFINITY } else { logit };
+        if top.len() == count && top.last().is_some_and(|&(least, _)| key(logit) <= key(least)) {
             continue;
         }
         // Ids ascend, so an equal logit belongs behind those already there.
-        let place = top.partition_point(|&(other, _)| other >= logit);
-        top.insert(place, (logit, id as u32));
+        let place = top.partition_point(|&(other, _)| key(other) >= key(logit));
+        top.insert(place, (logit, id));
         top.truncate(count);
     }
-    top.into_iter().map(|(_, id)| id).collect()
 }
 
 /// Tiles of [`TILE_ROWS`] hidden rows through [`EvaluatorBackend::project`], reduced on the host in f64.

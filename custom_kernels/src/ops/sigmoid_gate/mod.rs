@@ -1,5 +1,8 @@
 //! `y = x * sigmoid(gate)`.
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::{Tensor, activation::sigmoid};
 
 use crate::backend::EvaluatorBackend;

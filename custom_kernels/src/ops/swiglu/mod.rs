@@ -1,5 +1,8 @@
 //! `y = SiLU(x gate^T) * (x up^T)`, `SiLU(u) = u / (1 + exp(-u))`; neither product is rounded.
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod host;
+
 use burn::tensor::{Tensor, activation::silu};
 
 use crate::backend::EvaluatorBackend;
