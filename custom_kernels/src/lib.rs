@@ -6,11 +6,12 @@
 //! backend overrides what it does better.
 
 pub mod backend;
-#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
+pub mod numeric;
 pub mod ops;
 pub mod precision;
 pub mod timing;
+#[cfg(any(feature = "ndarray", feature = "flex"))]
 
 pub use backend::EvaluatorBackend;
 pub use precision::Precision;

@@ -2,5 +2,6 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod formats;
 pub mod parameters;
 pub mod source;
