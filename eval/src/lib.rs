@@ -35,9 +35,11 @@
 
 pub mod aggregate;
 pub mod corpus;
+pub mod divergence;
 pub mod evaluate;
 pub mod files;
 pub mod fingerprint;
+pub mod foreign;
 pub mod humanize;
 pub mod manifest;
 pub mod output;
@@ -45,7 +47,10 @@ pub mod progress;
 pub mod report;
 pub mod scorer;
 pub mod shard;
+pub mod statistics;
 pub mod table;
 pub mod text;
+pub mod tokens_json;
+pub mod top_tokens;
 pub mod uncertainty;
 pub mod windows;

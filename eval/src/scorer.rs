@@ -55,4 +55,19 @@ pub trait CausalScorer {
     /// # Errors
     /// On an invalid request or a failure of the device.
     fn score(&mut self, windows: &[WindowTokens], ask: &ScoreRequest) -> Result<Vec<WindowScores>, ScoreError>;
+
+    /// Hands over each scored position's whole row of log-probabilities, `[public_tokens]`, in position order. Only files
+    /// of full rows need this; a scorer that cannot do it keeps this body.
+    ///
+    /// # Errors
+    /// When full rows are not available, the device fails, or `row` fails.
+    fn score_rows(
+        &mut self,
+        _window: &WindowTokens,
+        _row: &mut dyn FnMut(&[f32]) -> Result<(), ScoreError>,
+    ) -> Result<(), ScoreError> {
+        Err(ScoreError(
+            "this model does not give full rows of log-probabilities".into(),
+        ))
+    }
 }

@@ -1,0 +1,535 @@
+//! Statistics of a comparison over sets of positions.
+//!
+//! Over `n` positions: means, `kl_standard_deviation = √max(Σkl²/n - mean², 0)` (of the population, no standard error),
+//! standard errors of the means (positions taken as independent; `√(a(1-a)/(n-1))` for an agreement `a`), quantiles
+//! as the element `⌊q·(n-1)⌋` in ascending order, and the same sums by context length and by the reference's confidence.
+
+use serde::{Deserialize, Serialize};
+
+use crate::divergence::Position;
+use crate::humanize::exponent_form;
+use crate::uncertainty::quantile;
+
+/// Width of the first context bucket; each later one doubles.
+const FIRST_BUCKET: u64 = 1024;
+/// Edges of the confidence buckets; the last is closed above.
+const CONFIDENCE_EDGES: [f64; 7] = [0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0];
+/// Below this mean covered mass the divergence says little about the rest of the distribution.
+pub const LOW_COVERAGE: f64 = 0.9;
+
+/// Sums over positions.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Sums {
+    positions: u64,
+    kl: f64,
+    kl_squares: f64,
+    matches: u64,
+    delta_nll: f64,
+    delta_nll_squares: f64,
+    mass: f64,
+}
+
+impl Sums {
+    /// Adds one position.
+    pub fn add(&mut self, position: &Position) {
+        self.positions += 1;
+        self.kl += position.kl;
+        self.kl_squares += position.kl * position.kl;
+        self.matches += u64::from(position.top1_match);
+        self.delta_nll += position.delta_nll;
+        self.delta_nll_squares += position.delta_nll * position.delta_nll;
+        self.mass += position.reference_top_mass;
+    }
+
+    /// Adds another set.
+    pub fn merge(&mut self, other: &Self) {
+        self.positions += other.positions;
+        self.kl += other.kl;
+        self.kl_squares += other.kl_squares;
+        self.matches += other.matches;
+        self.delta_nll += other.delta_nll;
+        self.delta_nll_squares += other.delta_nll_squares;
+        self.mass += other.mass;
+    }
+
+    /// Positions.
+    pub fn positions(&self) -> u64 {
+        self.positions
+    }
+
+    /// `Σ kl`.
+    pub fn total_kl(&self) -> f64 {
+        self.kl
+    }
+
+    /// `Σ delta_nll`.
+    pub fn total_delta_nll(&self) -> f64 {
+        self.delta_nll
+    }
+
+    /// The six figures; all zero for an empty set.
+    pub fn figures(&self) -> KlFigures {
+        let n = self.positions.max(1) as f64;
+        let mean = self.kl / n;
+        KlFigures {
+            positions: self.positions,
+            mean_kl: mean,
+            kl_standard_deviation: (self.kl_squares / n - mean * mean).max(0.0).sqrt(),
+            top1_agreement: self.matches as f64 / n,
+            mean_delta_nll: self.delta_nll / n,
+            mean_reference_top_mass: self.mass / n,
+        }
+    }
+
+    fn errors(&self) -> Option<KlErrors> {
+        let n = self.positions as f64;
+        (self.positions >= 2).then(|| {
+            let of_mean = |sum: f64, squares: f64| ((squares - sum * sum / n).max(0.0) / (n - 1.0) / n).sqrt();
+            let agreement = self.matches as f64 / n;
+            KlErrors {
+                mean_kl: of_mean(self.kl, self.kl_squares),
+                top1_agreement: (agreement * (1.0 - agreement) / (n - 1.0)).sqrt(),
+                mean_delta_nll: of_mean(self.delta_nll, self.delta_nll_squares),
+            }
+        })
+    }
+}
+
+/// Six figures of a set of positions.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct KlFigures {
+    /// Positions compared.
+    pub positions: u64,
+    /// Mean divergence in nats.
+    pub mean_kl: f64,
+    /// Spread of the divergence over positions; no standard error.
+    pub kl_standard_deviation: f64,
+    /// Share of positions with the same most probable token.
+    pub top1_agreement: f64,
+    /// Mean of this run's negative log-likelihood minus the reference's; positive is worse.
+    pub mean_delta_nll: f64,
+    /// Mean probability that the reference gives to the compared tokens.
+    pub mean_reference_top_mass: f64,
+}
+
+/// Standard errors, positions taken as independent.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct KlErrors {
+    /// Of `mean_kl`.
+    pub mean_kl: f64,
+    /// Of `top1_agreement`.
+    pub top1_agreement: f64,
+    /// Of `mean_delta_nll`.
+    pub mean_delta_nll: f64,
+}
+
+/// Order statistics of the divergence.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct KlQuantiles {
+    /// Smallest value.
+    pub min_kl: f64,
+    /// 1 % point.
+    pub p01_kl: f64,
+    /// 5 % point.
+    pub p05_kl: f64,
+    /// 10 % point.
+    pub p10_kl: f64,
+    /// 50 % point.
+    pub median_kl: f64,
+    /// 90 % point.
+    pub p90_kl: f64,
+    /// 95 % point.
+    pub p95_kl: f64,
+    /// 99 % point.
+    pub p99_kl: f64,
+    /// 99.9 % point.
+    pub p999_kl: f64,
+    /// Greatest value.
+    pub max_kl: f64,
+}
+
+/// Change of the target's probability. Symmetric tails are noise, a heavy negative tail is damage.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct DeltaP {
+    /// Mean.
+    pub mean: f64,
+    /// Root of the mean square.
+    pub rms: f64,
+    /// Smallest value.
+    pub min: f64,
+    /// 1 % point.
+    pub p01: f64,
+    /// 5 % point.
+    pub p05: f64,
+    /// 50 % point.
+    pub median: f64,
+    /// 95 % point.
+    pub p95: f64,
+    /// 99 % point.
+    pub p99: f64,
+    /// Greatest value.
+    pub max: f64,
+}
+
+/// Positions with a certain number of tokens before them.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct ContextBucket {
+    /// Fewest tokens before the predicted one.
+    pub context_begin: u64,
+    /// One more than the most.
+    pub context_end: u64,
+    /// Figures.
+    #[serde(flatten)]
+    pub figures: KlFigures,
+}
+
+/// Positions at which the reference gave its first token a certain probability.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct ConfidenceBucket {
+    /// Least probability.
+    pub confidence_begin: f64,
+    /// Bound above; exclusive unless it is 1.
+    pub confidence_end: f64,
+    /// Figures.
+    #[serde(flatten)]
+    pub figures: KlFigures,
+}
+
+/// A comparison over a stream, a domain or everything.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct KlDetail {
+    /// Six figures.
+    #[serde(flatten)]
+    pub figures: KlFigures,
+    /// Order statistics, all zero for an empty set.
+    #[serde(flatten)]
+    pub quantiles: KlQuantiles,
+    /// Standard errors of the means; `null` below two positions.
+    pub standard_errors: Option<KlErrors>,
+    /// Change of the target's probability.
+    pub delta_p: DeltaP,
+    /// By tokens before the predicted one, ascending, without empty buckets.
+    pub by_context: Vec<ContextBucket>,
+    /// By the reference's confidence, ascending, without empty buckets.
+    pub by_confidence: Vec<ConfidenceBucket>,
+}
+
+/// Collects the positions of a stream; 16 bytes each, for exact quantiles.
+#[derive(Debug, Clone, Default)]
+pub struct Collector {
+    sums: Sums,
+    kl: Vec<f64>,
+    delta_p: Vec<f64>,
+    by_context: Vec<Sums>,
+    by_confidence: [Sums; CONFIDENCE_EDGES.len() - 1],
+}
+
+impl Collector {
+    /// Adds a position with `context` tokens before the predicted one.
+    pub fn add(&mut self, context: u64, position: &Position) {
+        self.sums.add(position);
+        self.kl.push(position.kl);
+        self.delta_p.push(position.delta_p);
+        let bucket = context_bucket(context);
+        if self.by_context.len() <= bucket {
+            self.by_context.resize(bucket + 1, Sums::default());
+        }
+        self.by_context[bucket].add(position);
+        self.by_confidence[confidence_bucket(position.reference_top_probability)].add(position);
+    }
+
+    /// The sums so far.
+    pub fn sums(&self) -> &Sums {
+        &self.sums
+    }
+
+    /// The statistics of one or several collectors taken together.
+    pub fn detail<'a>(parts: impl Iterator<Item = &'a Self> + Clone) -> KlDetail {
+        let mut sums = Sums::default();
+        let mut by_context: Vec<Sums> = Vec::new();
+        let mut by_confidence = [Sums::default(); CONFIDENCE_EDGES.len() - 1];
+        for part in parts.clone() {
+            sums.merge(&part.sums);
+            by_context.resize(by_context.len().max(part.by_context.len()), Sums::default());
+            by_context
+                .iter_mut()
+                .zip(&part.by_context)
+                .for_each(|(sum, more)| sum.merge(more));
+            by_confidence
+                .iter_mut()
+                .zip(&part.by_confidence)
+                .for_each(|(sum, more)| sum.merge(more));
+        }
+        let ascending = |values: fn(&Self) -> &[f64]| {
+            let mut all: Vec<f64> = parts.clone().flat_map(values).copied().collect();
+            all.sort_unstable_by(f64::total_cmp);
+            all
+        };
+        let kl = ascending(|part| &part.kl);
+        let filled = |(_, sums): &(usize, Sums)| sums.positions > 0;
+        KlDetail {
+            figures: sums.figures(),
+            standard_errors: sums.errors(),
+            quantiles: kl_quantiles(&kl),
+            delta_p: delta_p(&ascending(|part| &part.delta_p)),
+            by_context: by_context
+                .into_iter()
+                .enumerate()
+                .filter(filled)
+                .map(|(bucket, sums)| {
+                    let (context_begin, context_end) = context_range(bucket);
+                    ContextBucket {
+                        context_begin,
+                        context_end,
+                        figures: sums.figures(),
+                    }
+                })
+                .collect(),
+            by_confidence: by_confidence
+                .into_iter()
+                .enumerate()
+                .filter(filled)
+                .map(|(bucket, sums)| ConfidenceBucket {
+                    confidence_begin: CONFIDENCE_EDGES[bucket],
+                    confidence_end: CONFIDENCE_EDGES[bucket + 1],
+                    figures: sums.figures(),
+                })
+                .collect(),
+        }
+    }
+}
+
+/// Bucket 0 is `[0, 1024)`, bucket `b` is `[1024·2^(b-1), 1024·2^b)`.
+fn context_bucket(context: u64) -> usize {
+    (context / FIRST_BUCKET)
+        .checked_ilog2()
+        .map_or(0, |log| log as usize + 1)
+}
+
+fn context_range(bucket: usize) -> (u64, u64) {
+    let begin = if bucket == 0 { 0 } else { FIRST_BUCKET << (bucket - 1) };
+    (begin, FIRST_BUCKET << bucket)
+}
+
+fn confidence_bucket(probability: f64) -> usize {
+    let edges = &CONFIDENCE_EDGES[1..CONFIDENCE_EDGES.len() - 1];
+    edges.iter().take_while(|&&edge| probability >= edge).count()
+}
+
+fn kl_quantiles(ascending: &[f64]) -> KlQuantiles {
+    let at = |q| {
+        if ascending.is_empty() {
+            0.0
+        } else {
+            quantile(ascending, q)
+        }
+    };
+    KlQuantiles {
+        min_kl: at(0.0),
+        p01_kl: at(0.01),
+        p05_kl: at(0.05),
+        p10_kl: at(0.1),
+        median_kl: at(0.5),
+        p90_kl: at(0.9),
+        p95_kl: at(0.95),
+        p99_kl: at(0.99),
+        p999_kl: at(0.999),
+        max_kl: at(1.0),
+    }
+}
+
+fn delta_p(ascending: &[f64]) -> DeltaP {
+    let n = ascending.len().max(1) as f64;
+    let at = |q| {
+        if ascending.is_empty() {
+            0.0
+        } else {
+            quantile(ascending, q)
+        }
+    };
+    DeltaP {
+        mean: ascending.iter().sum::<f64>() / n + 0.0,
+        rms: (ascending.iter().map(|d| d * d).sum::<f64>() / n).sqrt(),
+        min: at(0.0),
+        p01: at(0.01),
+        p05: at(0.05),
+        median: at(0.5),
+        p95: at(0.95),
+        p99: at(0.99),
+        max: at(1.0),
+    }
+}
+
+/// `0-1K 2.41e-02 1K-2K 2.55e-02`
+pub fn by_context_line(buckets: &[ContextBucket]) -> String {
+    let bound = |tokens: u64| match tokens / FIRST_BUCKET {
+        0 => "0".to_owned(),
+        thousands => format!("{thousands}K"),
+    };
+    let label = |b: &ContextBucket| {
+        format!(
+            "{}-{} {}",
+            bound(b.context_begin),
+            bound(b.context_end),
+            exponent_form(b.figures.mean_kl, 2)
+        )
+    };
+    buckets.iter().map(label).collect::<Vec<_>>().join(" ")
+}
+
+/// A sentence for readers when the compared tokens cover little of the reference's probability.
+pub fn coverage_note(figures: &KlFigures, reference_top_tokens: Option<u32>) -> Option<String> {
+    let tokens = reference_top_tokens?;
+    (figures.positions > 0 && figures.mean_reference_top_mass < LOW_COVERAGE).then(|| {
+        format!(
+            "the reference's {tokens} tokens cover only {:.1} % of its probability on average, so the divergence is a \
+             weak lower bound: a small value does not show that the distributions agree",
+            figures.mean_reference_top_mass * 100.0
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn position(kl: f64) -> Position {
+        Position {
+            kl,
+            reference_top_mass: 0.5,
+            reference_top_probability: 0.3,
+            top1_match: kl < 1.0,
+            delta_nll: kl / 2.0,
+            delta_p: -kl / 4.0,
+        }
+    }
+
+    const TEN: [f64; 10] = [2.56, 0.0, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28];
+
+    fn collect(values: &[f64]) -> Collector {
+        let mut collector = Collector::default();
+        values.iter().for_each(|&kl| collector.add(1, &position(kl)));
+        collector
+    }
+
+    #[test]
+    fn ten_values_by_hand() {
+        let collector = collect(&TEN);
+        let detail = Collector::detail([&collector].into_iter());
+        let q = detail.quantiles;
+        assert_eq!(
+            (q.median_kl, q.p90_kl, q.p99_kl, q.p999_kl, q.max_kl),
+            (0.08, 1.28, 1.28, 1.28, 2.56)
+        );
+        assert_eq!((q.min_kl, q.p10_kl), (0.0, 0.0));
+        let f = detail.figures;
+        assert_eq!(
+            (f.positions, f.top1_agreement, f.mean_reference_top_mass),
+            (10, 0.8, 0.5)
+        );
+        // Σ = 5.11, Σ² = 8.738
+        let (sum, squares): (f64, f64) = (5.11, 8.7381);
+        assert!((f.mean_kl - 0.511).abs() < 1e-12 && (f.mean_delta_nll - 0.2555).abs() < 1e-12);
+        assert!((f.kl_standard_deviation - (squares / 10.0 - 0.261_121f64).sqrt()).abs() < 1e-12);
+        let e = detail.standard_errors.unwrap();
+        assert!((e.mean_kl - ((squares - sum * sum / 10.0) / 90.0).sqrt()).abs() < 1e-12);
+        assert!((e.top1_agreement - (0.16f64 / 9.0).sqrt()).abs() < 1e-12);
+        assert!((e.mean_delta_nll - e.mean_kl / 2.0).abs() < 1e-12);
+        assert_eq!(
+            (detail.delta_p.min, detail.delta_p.max, detail.delta_p.p05),
+            (-0.64, 0.0, -0.64)
+        );
+        assert!((detail.delta_p.rms - (squares / 160.0).sqrt()).abs() < 1e-12);
+    }
+
+    #[test]
+    fn joined_sets_equal_the_whole() {
+        let (left, right) = TEN.split_at(3);
+        let (left, right, whole) = (collect(left), collect(right), collect(&TEN));
+        let joined = Collector::detail([&left, &right].into_iter());
+        let whole = Collector::detail([&whole].into_iter());
+        assert_eq!(
+            (joined.quantiles, joined.delta_p.max),
+            (whole.quantiles, whole.delta_p.max)
+        );
+        assert!((joined.figures.mean_kl - whole.figures.mean_kl).abs() < 1e-15);
+        assert_eq!(joined.by_context.len(), 1);
+    }
+
+    #[test]
+    fn an_empty_set_gives_zeros() {
+        let detail = Collector::detail([].into_iter());
+        assert_eq!(
+            (detail.figures.mean_kl, detail.quantiles.max_kl, detail.delta_p.rms),
+            (0.0, 0.0, 0.0)
+        );
+        assert!(detail.standard_errors.is_none() && detail.by_context.is_empty());
+        assert_eq!(coverage_note(&detail.figures, Some(32)), None);
+    }
+
+    #[test]
+    fn context_buckets_double_and_own_their_lower_bound() {
+        let cases = [
+            (0, 0),
+            (1, 0),
+            (1023, 0),
+            (1024, 1),
+            (2047, 1),
+            (2048, 2),
+            (4095, 2),
+            (4096, 3),
+            (65_536, 7),
+        ];
+        for (context, bucket) in cases {
+            assert_eq!(context_bucket(context), bucket, "{context}");
+        }
+        assert_eq!([0, 1, 2].map(context_range), [(0, 1024), (1024, 2048), (2048, 4096)]);
+        let mut collector = Collector::default();
+        for context in [5, 1024, 4000, 5000] {
+            collector.add(context, &position(context as f64 / 1e5));
+        }
+        let detail = Collector::detail([&collector].into_iter());
+        assert_eq!(
+            by_context_line(&detail.by_context),
+            "0-1K 5.00e-05 1K-2K 1.02e-02 2K-4K 4.00e-02 4K-8K 5.00e-02"
+        );
+    }
+
+    #[test]
+    fn confidence_buckets_cover_zero_to_one() {
+        let cases = [
+            (0.0, 0),
+            (0.249, 0),
+            (0.25, 1),
+            (0.5, 2),
+            (0.89, 3),
+            (0.9, 4),
+            (0.99, 5),
+            (1.0, 5),
+        ];
+        for (probability, bucket) in cases {
+            assert_eq!(confidence_bucket(probability), bucket, "{probability}");
+        }
+    }
+
+    #[test]
+    fn little_coverage_is_said_in_words() {
+        let figures = Collector::detail([&collect(&TEN)].into_iter()).figures;
+        let note = coverage_note(&figures, Some(32)).unwrap();
+        assert!(
+            note.starts_with("the reference's 32 tokens cover only 50.0 % of its probability"),
+            "{note}"
+        );
+        assert_eq!(
+            coverage_note(
+                &KlFigures {
+                    mean_reference_top_mass: 0.95,
+                    ..figures
+                },
+                Some(32)
+            ),
+            None
+        );
+        assert_eq!(coverage_note(&figures, None), None);
+    }
+}
