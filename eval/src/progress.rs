@@ -3,6 +3,7 @@
 use crate::corpus::CorpusPlan;
 use crate::evaluate::{Results, Snapshot, StreamResult, Totals};
 use crate::humanize::{count, duration, exponent_form, rate, significant};
+use crate::statistics::by_context_line;
 
 /// `corpus ready | 4 streams | 258,529 input tokens | 258,525 scored tokens | 125 windows | 812 ms`
 pub fn corpus_line(plan: &CorpusPlan, seconds: f64) -> String {
@@ -70,6 +71,19 @@ pub fn stream_line(plan: &CorpusPlan, stream: usize, result: &StreamResult) -> S
         perplexity(result.aggregate.perplexity()),
         duration(result.seconds)
     )
+}
+
+/// `[1/4] wikitext-00 | KL 2.6300e-02 | top-1 agreement 0.9612 | by context 0-1K 2.41e-02 1K-2K 2.55e-02`, when comparing.
+pub fn stream_kl_line(plan: &CorpusPlan, stream: usize, result: &StreamResult) -> Option<String> {
+    result.kl.as_ref().map(|kl| {
+        format!(
+            "{} | KL {} | top-1 agreement {:.4} | by context {}",
+            stream_begin_line(plan, stream),
+            exponent_form(kl.figures.mean_kl, 4),
+            kl.figures.top1_agreement,
+            by_context_line(&kl.by_context)
+        )
+    })
 }
 
 /// `scoring complete | 258,525 tokens | 125 windows | PPL 4.70134 | 48.6s | 5.32k tok/s`

@@ -13,8 +13,10 @@ use serde_json::Value;
 
 use crate::aggregate::Aggregate;
 use crate::corpus::{CorpusPlan, StreamPlan};
-use crate::evaluate::{Results, StreamResult, WindowResult};
+use crate::evaluate::{KlResults, Results, StreamResult, WindowResult};
 use crate::files::PendingFile;
+use crate::statistics::{KlDetail, KlFigures, Sums, coverage_note};
+use crate::top_tokens::Provenance;
 use crate::uncertainty::Uncertainty;
 use crate::windows::WindowKind;
 
@@ -363,6 +365,8 @@ pub struct WindowReport {
     /// Sums.
     #[serde(flatten)]
     pub figures: Figures,
+    /// Comparison with the reference.
+    pub kl_divergence: Option<KlFigures>,
 }
 
 /// One scored stream.
@@ -392,6 +396,8 @@ pub struct StreamReport {
     pub text: TextFigures,
     /// The scored windows.
     pub windows: Vec<WindowReport>,
+    /// Comparison with the reference.
+    pub kl_divergence: Option<KlDetail>,
 }
 
 /// One domain.
@@ -405,6 +411,48 @@ pub struct DomainReport {
     /// Tokenizer-independent figures.
     #[serde(flatten)]
     pub text: TextFigures,
+    /// Comparison with the reference.
+    pub kl_divergence: Option<KlDetail>,
+}
+
+/// The comparison over everything.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct KlReport {
+    /// Figures, order statistics and breakdowns.
+    #[serde(flatten)]
+    pub detail: KlDetail,
+    /// What the figures mean.
+    pub definition: String,
+    /// Absolute path of the reference.
+    pub reference: String,
+    /// Its tokens per position; `null` for whole rows.
+    pub reference_top_tokens: Option<u32>,
+    /// What made it, when it says so.
+    pub reference_provenance: Option<Provenance>,
+    /// This run's `mean_nll` less `mean_delta_nll`.
+    pub reference_mean_nll: Option<f64>,
+    /// This run's perplexity over the reference's, `exp(mean_delta_nll)`.
+    pub perplexity_ratio: Option<f64>,
+    /// Uncertainty of the means that respects the dependence of tokens.
+    pub uncertainty: KlUncertainty,
+}
+
+/// Uncertainty of a comparison.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct KlUncertainty {
+    /// Of `mean_kl`.
+    pub mean_kl: Uncertainty,
+    /// Of `mean_delta_nll`.
+    pub mean_delta_nll: Uncertainty,
+}
+
+/// A top-token reference that was written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TopTokensReport {
+    /// Absolute path.
+    pub path: String,
+    /// Tokens per position.
+    pub per_position: u32,
 }
 
 /// Everything.
@@ -458,6 +506,10 @@ pub struct Report {
     pub domains: Vec<DomainReport>,
     /// Everything.
     pub overall: OverallReport,
+    /// Comparison with a reference; `null` without one.
+    pub kl_divergence: Option<KlReport>,
+    /// Top-token reference that was written; `null` without one.
+    pub top_tokens: Option<TopTokensReport>,
     /// The share that was scored; `null` for everything.
     pub shard: Option<ShardReport>,
     /// Remarks a reader must know, one sentence each.
@@ -507,7 +559,7 @@ fn text_size<'a>(scored: impl Iterator<Item = (&'a StreamPlan, &'a StreamResult)
 
 impl Report {
     /// Puts plan, results and circumstances together.
-    pub fn build(plan: &CorpusPlan, results: &Results, run: RunInfo) -> Self {
+    pub fn build(plan: &CorpusPlan, results: &Results, mut run: RunInfo) -> Self {
         let scored = || plan.streams.iter().zip(&results.streams);
         let whole = text_size(scored());
         let score_seconds = results.score_seconds;
@@ -516,7 +568,13 @@ impl Report {
             domain: name.clone(),
             figures: sum.into(),
             text: TextFigures::new(sum, text_size(scored().filter(|(plan, _)| plan.domain == *name))),
+            kl_divergence: results.kl.as_ref().and_then(|kl| kl.domains.get(name).cloned()),
         });
+        let kl_divergence = results.kl.as_ref().map(|kl| kl_report(kl, &results.overall));
+        if let Some(kl) = &kl_divergence {
+            run.notes
+                .extend(coverage_note(&kl.detail.figures, kl.reference_top_tokens));
+        }
         let exp = |[low, high]: [f64; 2]| [low.exp(), high.exp()];
         Self {
             schema_version: SCHEMA_VERSION,
@@ -565,6 +623,11 @@ impl Report {
                     .map(exp)
                     .filter(|interval| interval.iter().all(|x| x.is_finite())),
             },
+            kl_divergence,
+            top_tokens: results.top_tokens.as_ref().map(|saved| TopTokensReport {
+                path: saved.path.display().to_string(),
+                per_position: saved.per_position,
+            }),
             shard: (!results.shard.is_whole()).then(|| ShardReport {
                 index: results.shard.index(),
                 count: results.shard.count(),
@@ -623,6 +686,34 @@ fn stream_report(plan: &StreamPlan, result: &StreamResult) -> StreamReport {
         figures: (&result.aggregate).into(),
         text: TextFigures::new(&result.aggregate, text_size([(plan, result)].into_iter())),
         windows: result.windows.iter().map(window_report).collect(),
+        kl_divergence: result.kl.clone(),
+    }
+}
+
+fn kl_report(kl: &KlResults, overall: &Aggregate) -> KlReport {
+    let definition = match kl.source.top_tokens {
+        Some(_) => {
+            "KL(reference || this run) in nats over the reference's top tokens plus one bucket for all other tokens: a \
+             lower bound of the divergence over the whole vocabulary; delta_nll is this run minus the reference"
+        }
+        None => {
+            "KL(reference || this run) in nats over the whole vocabulary; the reference's log-probabilities are 16-bit \
+             codes over at most 16 nats; delta_nll is this run minus the reference"
+        }
+    };
+    let delta = kl.overall.figures.mean_delta_nll;
+    KlReport {
+        definition: definition.into(),
+        reference: kl.source.path.display().to_string(),
+        reference_top_tokens: kl.source.top_tokens,
+        reference_provenance: kl.source.provenance.clone(),
+        reference_mean_nll: overall.mean_nll().map(|mean| mean - delta),
+        perplexity_ratio: Some(delta.exp()).filter(|ratio| ratio.is_finite()),
+        uncertainty: KlUncertainty {
+            mean_kl: kl.mean_kl.clone(),
+            mean_delta_nll: kl.mean_delta_nll.clone(),
+        },
+        detail: kl.overall.clone(),
     }
 }
 
@@ -638,5 +729,6 @@ fn window_report(result: &WindowResult) -> WindowReport {
         seconds: result.seconds,
         running_mean_nll: result.running_mean_nll,
         figures: (&result.aggregate).into(),
+        kl_divergence: result.kl.as_ref().map(Sums::figures),
     }
 }

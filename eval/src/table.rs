@@ -3,8 +3,10 @@
 use std::io::{self, Write};
 use std::path::Path;
 
-use crate::humanize::significant;
+use crate::humanize::{exponent_form, significant};
 use crate::report::{Figures, Report};
+use crate::statistics::by_context_line;
+use crate::uncertainty::ClusterKind;
 use crate::windows::WindowKind;
 
 /// Writes the table of a finished run.
@@ -49,6 +51,45 @@ pub fn write(out: &mut impl Write, report: &Report, report_path: &Path) -> io::R
             significant(words, 6)
         )?;
     }
+    if let Some(kl) = &report.kl_divergence {
+        let figures = &kl.detail.figures;
+        writeln!(out)?;
+        writeln!(
+            out,
+            "KL divergence from reference: mean {}, top-1 agreement {:.4}",
+            exponent_form(figures.mean_kl, 4),
+            figures.top1_agreement
+        )?;
+        if let (Some(clustered), Some(errors)) = (
+            kl.uncertainty.mean_kl.clustered_standard_error,
+            kl.detail.standard_errors,
+        ) {
+            writeln!(
+                out,
+                "standard error: mean {} (by window or stream), {} (positions independent), agreement {:.4}",
+                exponent_form(clustered, 1),
+                exponent_form(errors.mean_kl, 1),
+                errors.top1_agreement
+            )?;
+        }
+        let q = &kl.detail.quantiles;
+        let two = |value| exponent_form(value, 2);
+        writeln!(
+            out,
+            "quantiles: median {}, 90 % {}, 99 % {}, 99.9 % {}, max {}",
+            two(q.median_kl),
+            two(q.p90_kl),
+            two(q.p99_kl),
+            two(q.p999_kl),
+            two(q.max_kl)
+        )?;
+        writeln!(
+            out,
+            "mean NLL change: {:+.6}, covered mass {:.4}",
+            figures.mean_delta_nll, figures.mean_reference_top_mass
+        )?;
+        writeln!(out, "by context: {}", by_context_line(&kl.detail.by_context))?;
+    }
     writeln!(out)?;
     match report.timing.scored_tokens_per_second {
         Some(rate) => writeln!(out, "score rate: {rate:.1} tok/s")?,
@@ -78,8 +119,8 @@ fn uncertainty(out: &mut impl Write, report: &Report) -> io::Result<()> {
     )?;
     if let (Some(error), Some(perplexity)) = (uncertainty.clustered_standard_error, figures.perplexity) {
         let clusters = match uncertainty.clusters {
-            crate::uncertainty::ClusterKind::Streams => "streams",
-            crate::uncertainty::ClusterKind::Windows => "windows of one stream",
+            ClusterKind::Streams => "streams",
+            ClusterKind::Windows => "windows of one stream",
         };
         let error = significant(error * perplexity, 3);
         write!(out, ", {error} ({} {clusters})", uncertainty.cluster_count)?;

@@ -117,6 +117,7 @@ fn shards_divide_the_windows() {
         let options = Options {
             batch: 2,
             shard: format!("{i}/3").parse().unwrap(),
+            ..Options::default()
         };
         let part = evaluate(&plan, &mut ToyScorer::new(11, 3.0, 1), &options, &mut ()).unwrap();
         for (planned, stream) in plan.streams.iter().zip(&part.streams) {
