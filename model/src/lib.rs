@@ -1,5 +1,6 @@
 //! Artifacts, checkpoints, numeric formats and the text forward pass of the Qwen3.5 family.
 
+pub mod artifact;
 pub mod checkpoint;
 pub mod config;
 pub mod formats;
