@@ -34,15 +34,18 @@
 //! ```
 
 pub mod aggregate;
+pub mod compare;
 pub mod corpus;
 pub mod divergence;
 pub mod evaluate;
+mod exact_json;
 pub mod files;
 pub mod fingerprint;
 pub mod foreign;
 pub mod humanize;
 pub mod llama_base;
 pub mod manifest;
+pub mod merge;
 pub mod output;
 pub mod progress;
 mod recording;

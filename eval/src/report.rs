@@ -14,6 +14,7 @@ use serde_json::Value;
 use crate::aggregate::Aggregate;
 use crate::corpus::{CorpusPlan, StreamPlan};
 use crate::evaluate::{KlResults, Results, StreamResult, WindowResult};
+use crate::exact_json;
 use crate::files::PendingFile;
 use crate::statistics::{KlDetail, KlFigures, Sums, coverage_note};
 use crate::top_tokens::Provenance;
@@ -31,8 +32,8 @@ pub enum ReportError {
     /// A figure is infinite or not a number.
     #[error("the report holds a figure that is not a finite number")]
     NotFinite,
-    /// The report cannot be expressed in JSON.
-    #[error("cannot express the report in JSON: {0}")]
+    /// The text is no report of this schema.
+    #[error("not a report of schema 6: {0}")]
     Json(#[from] serde_json::Error),
     /// The system refuses.
     #[error("cannot write {path}: {source}")]
@@ -262,10 +263,24 @@ pub struct Denominators {
     pub scored_tokens: u64,
     /// Windows scored.
     pub windows: u64,
-    /// Bytes of the texts; `null` unless every token but each first one was scored.
-    pub bytes: Option<u64>,
-    /// Whitespace-separated words of the texts; `null` likewise.
-    pub words: Option<u64>,
+    /// UTF-8 bytes of the texts.
+    pub bytes: u64,
+    /// Whitespace-separated words of the texts.
+    pub words: u64,
+}
+
+impl Denominators {
+    pub(crate) fn new(softmax_rows: u64, streams: &[StreamReport]) -> Self {
+        let sum = |value: fn(&StreamReport) -> u64| streams.iter().map(value).sum();
+        Self {
+            softmax_rows,
+            input_tokens: sum(|s| s.input_tokens),
+            scored_tokens: sum(|s| s.figures.scored_tokens),
+            windows: sum(|s| s.windows.len() as u64),
+            bytes: sum(|s| s.text.bytes),
+            words: sum(|s| s.text.words),
+        }
+    }
 }
 
 /// Wall-clock times.
@@ -304,6 +319,16 @@ pub struct Figures {
     pub squared_deviations: f64,
 }
 
+impl Figures {
+    pub(crate) fn aggregate(&self) -> Aggregate {
+        Aggregate {
+            scored_tokens: self.scored_tokens,
+            total_nll: self.total_nll,
+            squared_deviations: self.squared_deviations,
+        }
+    }
+}
+
 impl From<&Aggregate> for Figures {
     fn from(sum: &Aggregate) -> Self {
         Self {
@@ -319,27 +344,52 @@ impl From<&Aggregate> for Figures {
     }
 }
 
-/// Figures that do not depend on the tokenizer; `null` unless the whole text was scored.
+/// Figures that do not depend on the tokenizer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TextFigures {
     /// UTF-8 bytes of the text.
-    pub bytes: Option<u64>,
+    pub bytes: u64,
     /// Whitespace-separated words of the text.
-    pub words: Option<u64>,
-    /// `Σ nll / (bytes · ln 2)`.
+    pub words: u64,
+    /// `Σ nll / (bytes · ln 2)`; `null` unless every token but each stream's first was scored.
     pub bits_per_byte: Option<f64>,
-    /// `exp(Σ nll / words)`.
+    /// `exp(Σ nll / words)`; `null` likewise.
     pub word_perplexity: Option<f64>,
 }
 
 impl TextFigures {
-    fn new(sum: &Aggregate, size: Option<TextSize>) -> Self {
+    fn new(sum: &Aggregate, size: TextSize) -> Self {
         Self {
-            bytes: size.map(|s| s.bytes),
-            words: size.map(|s| s.words),
-            bits_per_byte: size.and_then(|s| sum.bits_per_byte(s.bytes)),
-            word_perplexity: size.and_then(|s| sum.word_perplexity(s.words)),
+            bytes: size.bytes,
+            words: size.words,
+            bits_per_byte: size.whole.then(|| sum.bits_per_byte(size.bytes)).flatten(),
+            word_perplexity: size.whole.then(|| sum.word_perplexity(size.words)).flatten(),
         }
+    }
+}
+
+/// Size of a text or of several, and whether all of it was scored.
+#[derive(Debug, Clone, Copy)]
+struct TextSize {
+    bytes: u64,
+    words: u64,
+    whole: bool,
+}
+
+impl TextSize {
+    fn of<'a>(streams: impl Iterator<Item = &'a StreamReport>) -> Self {
+        streams.fold(
+            Self {
+                bytes: 0,
+                words: 0,
+                whole: true,
+            },
+            |sum, stream| Self {
+                bytes: sum.bytes + stream.text.bytes,
+                words: sum.words + stream.text.words,
+                whole: sum.whole && stream.unscored_tokens == 1,
+            },
+        )
     }
 }
 
@@ -400,6 +450,13 @@ pub struct StreamReport {
     pub kl_divergence: Option<KlDetail>,
 }
 
+impl StreamReport {
+    /// Sets the tokenizer-independent figures from the stream's sum.
+    pub(crate) fn measure_text(&mut self, sum: &Aggregate) {
+        self.text = TextFigures::new(sum, TextSize::of(std::iter::once(&*self)));
+    }
+}
+
 /// One domain.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DomainReport {
@@ -413,6 +470,17 @@ pub struct DomainReport {
     pub text: TextFigures,
     /// Comparison with the reference.
     pub kl_divergence: Option<KlDetail>,
+}
+
+impl DomainReport {
+    pub(crate) fn new(name: &str, sum: &Aggregate, streams: &[StreamReport], kl: Option<KlDetail>) -> Self {
+        Self {
+            domain: name.into(),
+            figures: sum.into(),
+            text: TextFigures::new(sum, TextSize::of(streams.iter().filter(|s| s.domain == name))),
+            kl_divergence: kl,
+        }
+    }
 }
 
 /// The comparison over everything.
@@ -468,6 +536,18 @@ pub struct OverallReport {
     pub uncertainty: Uncertainty,
     /// The bootstrap interval carried over to the perplexity.
     pub perplexity_interval_95: Option<[f64; 2]>,
+}
+
+impl OverallReport {
+    pub(crate) fn new(sum: &Aggregate, streams: &[StreamReport], uncertainty: Uncertainty) -> Self {
+        let interval = uncertainty.bootstrap_interval_95.map(|interval| interval.map(f64::exp));
+        Self {
+            figures: sum.into(),
+            text: TextFigures::new(sum, TextSize::of(streams.iter())),
+            uncertainty,
+            perplexity_interval_95: interval.filter(|interval| interval.iter().all(|x| x.is_finite())),
+        }
+    }
 }
 
 /// The share of the windows that was scored.
@@ -537,45 +617,24 @@ pub struct RunInfo {
     pub notes: Vec<String>,
 }
 
-/// Size of a text or of several.
-#[derive(Debug, Clone, Copy)]
-struct TextSize {
-    bytes: u64,
-    words: u64,
-}
-
-/// Total size of texts; `None` when any of them was not scored whole or is of unknown size.
-fn text_size<'a>(scored: impl Iterator<Item = (&'a StreamPlan, &'a StreamResult)>) -> Option<TextSize> {
-    scored
-        .into_iter()
-        .try_fold(TextSize { bytes: 0, words: 0 }, |sum, (plan, result)| {
-            let whole = result.aggregate.scored_tokens + 1 == plan.tokens.len() as u64 && plan.bytes > 0;
-            whole.then(|| TextSize {
-                bytes: sum.bytes + plan.bytes,
-                words: sum.words + plan.words,
-            })
-        })
-}
-
 impl Report {
     /// Puts plan, results and circumstances together.
     pub fn build(plan: &CorpusPlan, results: &Results, mut run: RunInfo) -> Self {
-        let scored = || plan.streams.iter().zip(&results.streams);
-        let whole = text_size(scored());
-        let score_seconds = results.score_seconds;
-        let rate = results.overall.scored_tokens as f64 / score_seconds;
-        let domains = results.domains.iter().map(|(name, sum)| DomainReport {
-            domain: name.clone(),
-            figures: sum.into(),
-            text: TextFigures::new(sum, text_size(scored().filter(|(plan, _)| plan.domain == *name))),
-            kl_divergence: results.kl.as_ref().and_then(|kl| kl.domains.get(name).cloned()),
-        });
+        let streams: Vec<StreamReport> = plan
+            .streams
+            .iter()
+            .zip(&results.streams)
+            .map(|(plan, result)| stream_report(plan, result))
+            .collect();
         let kl_divergence = results.kl.as_ref().map(|kl| kl_report(kl, &results.overall));
         if let Some(kl) = &kl_divergence {
             run.notes
                 .extend(coverage_note(&kl.detail.figures, kl.reference_top_tokens));
         }
-        let exp = |[low, high]: [f64; 2]| [low.exp(), high.exp()];
+        let domain = |(name, sum): (&String, &Aggregate)| {
+            let kl = results.kl.as_ref().and_then(|kl| kl.domains.get(name).cloned());
+            DomainReport::new(name, sum, &streams, kl)
+        };
         Self {
             schema_version: SCHEMA_VERSION,
             metric: Metric::default(),
@@ -596,33 +655,17 @@ impl Report {
                 batch_windows: results.batch as u64,
                 settings: run.settings,
             },
-            denominators: Denominators {
-                softmax_rows: results.public_tokens as u64,
-                input_tokens: plan.input_tokens(),
-                scored_tokens: results.overall.scored_tokens,
-                windows: results.streams.iter().map(|s| s.windows.len() as u64).sum(),
-                bytes: whole.map(|s| s.bytes),
-                words: whole.map(|s| s.words),
-            },
+            denominators: Denominators::new(results.public_tokens as u64, &streams),
             timing: Timing {
                 load_seconds: run.load_seconds,
                 read_and_tokenize_seconds: run.read_and_tokenize_seconds,
-                score_seconds,
+                score_seconds: results.score_seconds,
                 total_seconds: run.total_seconds,
-                scored_tokens_per_second: Some(rate).filter(|r| r.is_finite()),
+                scored_tokens_per_second: rate(results.overall.scored_tokens, results.score_seconds),
             },
-            streams: scored().map(|(plan, result)| stream_report(plan, result)).collect(),
-            domains: domains.collect(),
-            overall: OverallReport {
-                figures: (&results.overall).into(),
-                text: TextFigures::new(&results.overall, whole),
-                uncertainty: results.uncertainty.clone(),
-                perplexity_interval_95: results
-                    .uncertainty
-                    .bootstrap_interval_95
-                    .map(exp)
-                    .filter(|interval| interval.iter().all(|x| x.is_finite())),
-            },
+            domains: results.domains.iter().map(domain).collect(),
+            overall: OverallReport::new(&results.overall, &streams, results.uncertainty.clone()),
+            streams,
             kl_divergence,
             top_tokens: results.top_tokens.as_ref().map(|saved| TopTokensReport {
                 path: saved.path.display().to_string(),
@@ -634,6 +677,14 @@ impl Report {
             }),
             notes: run.notes,
         }
+    }
+
+    /// Reads a report of this schema, every number as the f64 that was written.
+    ///
+    /// # Errors
+    /// When the text is not the JSON of such a report.
+    pub fn from_json(text: &str) -> Result<Self, ReportError> {
+        Ok(exact_json::parse(text)?)
     }
 
     /// The report as text: sorted keys, two-blank indentation, a newline at the end.
@@ -672,6 +723,11 @@ impl Report {
     }
 }
 
+/// Tokens per second; `None` when the clock saw no time.
+pub(crate) fn rate(tokens: u64, seconds: f64) -> Option<f64> {
+    Some(tokens as f64 / seconds).filter(|rate| rate.is_finite())
+}
+
 fn stream_report(plan: &StreamPlan, result: &StreamResult) -> StreamReport {
     let input_tokens = plan.tokens.len() as u64;
     StreamReport {
@@ -684,13 +740,20 @@ fn stream_report(plan: &StreamPlan, result: &StreamResult) -> StreamReport {
         unscored_tokens: input_tokens - result.aggregate.scored_tokens,
         seconds: result.seconds,
         figures: (&result.aggregate).into(),
-        text: TextFigures::new(&result.aggregate, text_size([(plan, result)].into_iter())),
+        text: TextFigures::new(
+            &result.aggregate,
+            TextSize {
+                bytes: plan.bytes,
+                words: plan.words,
+                whole: result.aggregate.scored_tokens + 1 == input_tokens,
+            },
+        ),
         windows: result.windows.iter().map(window_report).collect(),
         kl_divergence: result.kl.clone(),
     }
 }
 
-fn kl_report(kl: &KlResults, overall: &Aggregate) -> KlReport {
+pub(crate) fn kl_report(kl: &KlResults, overall: &Aggregate) -> KlReport {
     let definition = match kl.source.top_tokens {
         Some(_) => {
             "KL(reference || this run) in nats over the reference's top tokens plus one bucket for all other tokens: a \

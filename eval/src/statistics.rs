@@ -4,6 +4,8 @@
 //! standard errors of the means (positions taken as independent; `√(a(1-a)/(n-1))` for an agreement `a`), quantiles
 //! as the element `⌊q·(n-1)⌋` in ascending order, and the same sums by context length and by the reference's confidence.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::divergence::Position;
@@ -41,6 +43,21 @@ impl Sums {
         self.mass += position.reference_top_mass;
     }
 
+    /// The sums behind figures, up to rounding.
+    pub fn of_figures(figures: &KlFigures) -> Self {
+        let n = figures.positions as f64;
+        let squares = |mean: f64, deviation: f64| (mean * mean + deviation * deviation) * n;
+        Self {
+            positions: figures.positions,
+            kl: figures.mean_kl * n,
+            kl_squares: squares(figures.mean_kl, figures.kl_standard_deviation),
+            matches: (figures.top1_agreement * n).round() as u64,
+            delta_nll: figures.mean_delta_nll * n,
+            delta_nll_squares: squares(figures.mean_delta_nll, figures.delta_nll_standard_deviation),
+            mass: figures.mean_reference_top_mass * n,
+        }
+    }
+
     /// Adds another set.
     pub fn merge(&mut self, other: &Self) {
         self.positions += other.positions;
@@ -67,14 +84,15 @@ impl Sums {
         self.delta_nll
     }
 
-    /// The six figures; all zero for an empty set.
+    /// The figures; all zero for an empty set.
     pub fn figures(&self) -> KlFigures {
         let n = self.positions.max(1) as f64;
-        let mean = self.kl / n;
+        let deviation = |sum: f64, squares: f64| (squares / n - (sum / n) * (sum / n)).max(0.0).sqrt();
         KlFigures {
             positions: self.positions,
-            mean_kl: mean,
-            kl_standard_deviation: (self.kl_squares / n - mean * mean).max(0.0).sqrt(),
+            mean_kl: self.kl / n,
+            kl_standard_deviation: deviation(self.kl, self.kl_squares),
+            delta_nll_standard_deviation: deviation(self.delta_nll, self.delta_nll_squares),
             top1_agreement: self.matches as f64 / n,
             mean_delta_nll: self.delta_nll / n,
             mean_reference_top_mass: self.mass / n,
@@ -95,7 +113,7 @@ impl Sums {
     }
 }
 
-/// Six figures of a set of positions.
+/// Figures of a set of positions.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct KlFigures {
     /// Positions compared.
@@ -110,6 +128,9 @@ pub struct KlFigures {
     pub mean_delta_nll: f64,
     /// Mean probability that the reference gives to the compared tokens.
     pub mean_reference_top_mass: f64,
+    /// Spread of the change over positions; reports of version 3 lack it.
+    #[serde(default)]
+    pub delta_nll_standard_deviation: f64,
 }
 
 /// Standard errors, positions taken as independent.
@@ -123,29 +144,29 @@ pub struct KlErrors {
     pub mean_delta_nll: f64,
 }
 
-/// Order statistics of the divergence.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+/// Order statistics of the divergence, all zero for an empty set; `null` where only sums are known, as in joined reports.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct KlQuantiles {
     /// Smallest value.
-    pub min_kl: f64,
+    pub min_kl: Option<f64>,
     /// 1 % point.
-    pub p01_kl: f64,
+    pub p01_kl: Option<f64>,
     /// 5 % point.
-    pub p05_kl: f64,
+    pub p05_kl: Option<f64>,
     /// 10 % point.
-    pub p10_kl: f64,
+    pub p10_kl: Option<f64>,
     /// 50 % point.
-    pub median_kl: f64,
+    pub median_kl: Option<f64>,
     /// 90 % point.
-    pub p90_kl: f64,
+    pub p90_kl: Option<f64>,
     /// 95 % point.
-    pub p95_kl: f64,
+    pub p95_kl: Option<f64>,
     /// 99 % point.
-    pub p99_kl: f64,
+    pub p99_kl: Option<f64>,
     /// 99.9 % point.
-    pub p999_kl: f64,
+    pub p999_kl: Option<f64>,
     /// Greatest value.
-    pub max_kl: f64,
+    pub max_kl: Option<f64>,
 }
 
 /// Change of the target's probability. Symmetric tails are noise, a heavy negative tail is damage.
@@ -198,20 +219,64 @@ pub struct ConfidenceBucket {
 /// A comparison over a stream, a domain or everything.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct KlDetail {
-    /// Six figures.
+    /// Figures.
     #[serde(flatten)]
     pub figures: KlFigures,
-    /// Order statistics, all zero for an empty set.
+    /// Order statistics.
     #[serde(flatten)]
     pub quantiles: KlQuantiles,
     /// Standard errors of the means; `null` below two positions.
     pub standard_errors: Option<KlErrors>,
-    /// Change of the target's probability.
-    pub delta_p: DeltaP,
+    /// Change of the target's probability; `null` where only sums are known.
+    pub delta_p: Option<DeltaP>,
     /// By tokens before the predicted one, ascending, without empty buckets.
     pub by_context: Vec<ContextBucket>,
     /// By the reference's confidence, ascending, without empty buckets.
     pub by_confidence: Vec<ConfidenceBucket>,
+}
+
+impl KlDetail {
+    /// Several details taken together, without order statistics.
+    pub fn joined<'a>(parts: impl Iterator<Item = &'a Self>) -> Self {
+        let mut sums = Sums::default();
+        let mut by_context: BTreeMap<u64, (ContextBucket, Sums)> = BTreeMap::new();
+        // Probabilities are ordered as the integers of their bits are.
+        let mut by_confidence: BTreeMap<u64, (ConfidenceBucket, Sums)> = BTreeMap::new();
+        for part in parts {
+            sums.merge(&Sums::of_figures(&part.figures));
+            for bucket in &part.by_context {
+                let entry = by_context
+                    .entry(bucket.context_begin)
+                    .or_insert((*bucket, Sums::default()));
+                entry.1.merge(&Sums::of_figures(&bucket.figures));
+            }
+            for bucket in &part.by_confidence {
+                let key = bucket.confidence_begin.to_bits();
+                let entry = by_confidence.entry(key).or_insert((*bucket, Sums::default()));
+                entry.1.merge(&Sums::of_figures(&bucket.figures));
+            }
+        }
+        Self {
+            figures: sums.figures(),
+            quantiles: KlQuantiles::default(),
+            standard_errors: sums.errors(),
+            delta_p: None,
+            by_context: by_context
+                .into_values()
+                .map(|(bucket, sums)| ContextBucket {
+                    figures: sums.figures(),
+                    ..bucket
+                })
+                .collect(),
+            by_confidence: by_confidence
+                .into_values()
+                .map(|(bucket, sums)| ConfidenceBucket {
+                    figures: sums.figures(),
+                    ..bucket
+                })
+                .collect(),
+        }
+    }
 }
 
 /// Collects the positions of a stream; 16 bytes each, for exact quantiles.
@@ -271,7 +336,7 @@ impl Collector {
             figures: sums.figures(),
             standard_errors: sums.errors(),
             quantiles: kl_quantiles(&kl),
-            delta_p: delta_p(&ascending(|part| &part.delta_p)),
+            delta_p: Some(delta_p(&ascending(|part| &part.delta_p))),
             by_context: by_context
                 .into_iter()
                 .enumerate()
@@ -316,14 +381,16 @@ fn confidence_bucket(probability: f64) -> usize {
     edges.iter().take_while(|&&edge| probability >= edge).count()
 }
 
+fn quantile_or_zero(ascending: &[f64], q: f64) -> f64 {
+    if ascending.is_empty() {
+        0.0
+    } else {
+        quantile(ascending, q)
+    }
+}
+
 fn kl_quantiles(ascending: &[f64]) -> KlQuantiles {
-    let at = |q| {
-        if ascending.is_empty() {
-            0.0
-        } else {
-            quantile(ascending, q)
-        }
-    };
+    let at = |q| Some(quantile_or_zero(ascending, q));
     KlQuantiles {
         min_kl: at(0.0),
         p01_kl: at(0.01),
@@ -340,13 +407,7 @@ fn kl_quantiles(ascending: &[f64]) -> KlQuantiles {
 
 fn delta_p(ascending: &[f64]) -> DeltaP {
     let n = ascending.len().max(1) as f64;
-    let at = |q| {
-        if ascending.is_empty() {
-            0.0
-        } else {
-            quantile(ascending, q)
-        }
-    };
+    let at = |q| quantile_or_zero(ascending, q);
     DeltaP {
         mean: ascending.iter().sum::<f64>() / n + 0.0,
         rms: (ascending.iter().map(|d| d * d).sum::<f64>() / n).sqrt(),
@@ -417,11 +478,8 @@ mod tests {
         let collector = collect(&TEN);
         let detail = Collector::detail([&collector].into_iter());
         let q = detail.quantiles;
-        assert_eq!(
-            (q.median_kl, q.p90_kl, q.p99_kl, q.p999_kl, q.max_kl),
-            (0.08, 1.28, 1.28, 1.28, 2.56)
-        );
-        assert_eq!((q.min_kl, q.p10_kl), (0.0, 0.0));
+        let points = [q.min_kl, q.p10_kl, q.median_kl, q.p90_kl, q.p99_kl, q.p999_kl, q.max_kl];
+        assert_eq!(points, [0.0, 0.0, 0.08, 1.28, 1.28, 1.28, 2.56].map(Some));
         let f = detail.figures;
         assert_eq!(
             (f.positions, f.top1_agreement, f.mean_reference_top_mass),
@@ -435,11 +493,9 @@ mod tests {
         assert!((e.mean_kl - ((squares - sum * sum / 10.0) / 90.0).sqrt()).abs() < 1e-12);
         assert!((e.top1_agreement - (0.16f64 / 9.0).sqrt()).abs() < 1e-12);
         assert!((e.mean_delta_nll - e.mean_kl / 2.0).abs() < 1e-12);
-        assert_eq!(
-            (detail.delta_p.min, detail.delta_p.max, detail.delta_p.p05),
-            (-0.64, 0.0, -0.64)
-        );
-        assert!((detail.delta_p.rms - (squares / 160.0).sqrt()).abs() < 1e-12);
+        let p = detail.delta_p.unwrap();
+        assert_eq!((p.min, p.max, p.p05), (-0.64, 0.0, -0.64));
+        assert!((p.rms - (squares / 160.0).sqrt()).abs() < 1e-12);
     }
 
     #[test]
@@ -448,20 +504,75 @@ mod tests {
         let (left, right, whole) = (collect(left), collect(right), collect(&TEN));
         let joined = Collector::detail([&left, &right].into_iter());
         let whole = Collector::detail([&whole].into_iter());
-        assert_eq!(
-            (joined.quantiles, joined.delta_p.max),
-            (whole.quantiles, whole.delta_p.max)
-        );
+        assert_eq!(joined.quantiles, whole.quantiles);
         assert!((joined.figures.mean_kl - whole.figures.mean_kl).abs() < 1e-15);
         assert_eq!(joined.by_context.len(), 1);
+    }
+
+    #[test]
+    fn details_are_joined_by_their_sums() {
+        let mut parts = [Collector::default(), Collector::default()];
+        let mut whole = Collector::default();
+        for (i, kl) in TEN.into_iter().enumerate() {
+            let context = if i % 3 == 0 { 5 } else { 5000 };
+            let position = Position {
+                reference_top_probability: kl / 2.6,
+                ..position(kl)
+            };
+            parts[usize::from(i > 6)].add(context, &position);
+            whole.add(context, &position);
+        }
+        let [a, b] = parts.each_ref().map(|part| Collector::detail([part].into_iter()));
+        let (joined, whole) = (
+            KlDetail::joined([&b, &a].into_iter()),
+            Collector::detail([&whole].into_iter()),
+        );
+        let same = |a: &KlFigures, b: &KlFigures| {
+            assert_eq!((a.positions, a.top1_agreement), (b.positions, b.top1_agreement));
+            let numbers = |f: &KlFigures| {
+                [
+                    f.mean_kl,
+                    f.kl_standard_deviation,
+                    f.mean_delta_nll,
+                    f.delta_nll_standard_deviation,
+                ]
+            };
+            // A deviation of zero comes back as the root of a rounding error.
+            numbers(a)
+                .iter()
+                .zip(numbers(b))
+                .for_each(|(a, b)| assert!((a - b).abs() < 1e-7, "{a} {b}"));
+        };
+        same(&joined.figures, &whole.figures);
+        assert_eq!(
+            (joined.by_context.len(), joined.by_confidence.len()),
+            (2, whole.by_confidence.len())
+        );
+        joined
+            .by_context
+            .iter()
+            .zip(&whole.by_context)
+            .for_each(|(a, b)| same(&a.figures, &b.figures));
+        joined
+            .by_confidence
+            .iter()
+            .zip(&whole.by_confidence)
+            .for_each(|(a, b)| same(&a.figures, &b.figures));
+        let (a, b) = (joined.standard_errors.unwrap(), whole.standard_errors.unwrap());
+        assert!((a.mean_kl - b.mean_kl).abs() < 1e-12 && (a.mean_delta_nll - b.mean_delta_nll).abs() < 1e-12);
+        assert_eq!((joined.quantiles.max_kl, joined.delta_p), (None, None));
     }
 
     #[test]
     fn an_empty_set_gives_zeros() {
         let detail = Collector::detail([].into_iter());
         assert_eq!(
-            (detail.figures.mean_kl, detail.quantiles.max_kl, detail.delta_p.rms),
-            (0.0, 0.0, 0.0)
+            (
+                detail.figures.mean_kl,
+                detail.quantiles.max_kl,
+                detail.delta_p.unwrap().rms
+            ),
+            (0.0, Some(0.0), 0.0)
         );
         assert!(detail.standard_errors.is_none() && detail.by_context.is_empty());
         assert_eq!(coverage_note(&detail.figures, Some(32)), None);

@@ -73,16 +73,15 @@ pub fn write(out: &mut impl Write, report: &Report, report_path: &Path) -> io::R
             )?;
         }
         let q = &kl.detail.quantiles;
-        let two = |value| exponent_form(value, 2);
-        writeln!(
-            out,
-            "quantiles: median {}, 90 % {}, 99 % {}, 99.9 % {}, max {}",
-            two(q.median_kl),
-            two(q.p90_kl),
-            two(q.p99_kl),
-            two(q.p999_kl),
-            two(q.max_kl)
-        )?;
+        if let (Some(median), Some(p90), Some(p99), Some(p999), Some(max)) =
+            (q.median_kl, q.p90_kl, q.p99_kl, q.p999_kl, q.max_kl)
+        {
+            let [median, p90, p99, p999, max] = [median, p90, p99, p999, max].map(|value| exponent_form(value, 2));
+            writeln!(
+                out,
+                "quantiles: median {median}, 90 % {p90}, 99 % {p99}, 99.9 % {p999}, max {max}"
+            )?;
+        }
         writeln!(
             out,
             "mean NLL change: {:+.6}, covered mass {:.4}",

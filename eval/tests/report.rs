@@ -67,6 +67,7 @@ fn json_is_sorted_indented_and_exact() {
     let bits = value["overall"]["bits_per_byte"].as_f64().unwrap();
     assert!((bits - 1.125 / std::f64::consts::LN_2).abs() < 1e-12);
     assert_eq!(value["denominators"]["words"], 1);
+    assert_eq!(Report::from_json(&text).unwrap(), report);
 }
 
 #[test]
@@ -81,7 +82,14 @@ fn disjoint_windows_leave_tokens_unscored_and_have_no_text_figures() {
         ),
         (10, 4, 6)
     );
-    assert_eq!((stream.text.bytes, report.overall.text.bits_per_byte), (None, None));
+    assert_eq!(
+        (
+            stream.text.bytes,
+            stream.text.bits_per_byte,
+            report.overall.text.bits_per_byte
+        ),
+        (10, None, None)
+    );
     assert_eq!(
         (report.execution.context_tokens, report.execution.stride_tokens),
         (4, 4)

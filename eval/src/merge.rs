@@ -1,0 +1,271 @@
+//! Joins the reports of all shards of a run into the report that one run would have given.
+//!
+//! Windows are put back in scoring order and summed as the evaluation sums them, so negative log-likelihoods agree bit for
+//! bit. Order statistics of a comparison need every position, which reports do not hold: they are `null` in the result.
+//! Times are the sums over shards.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use crate::aggregate::Aggregate;
+use crate::evaluate::{KlResults, KlSource};
+use crate::report::{
+    Denominators, DomainReport, KlReport, OverallReport, Report, ReportError, StreamReport, WindowReport, kl_report,
+    rate,
+};
+use crate::statistics::{KlDetail, Sums, coverage_note};
+use crate::uncertainty::{Block, Uncertainty};
+
+/// Settings that may differ between shards without changing what was measured.
+const MAY_DIFFER: [&str; 3] = ["device", "devices", "device_name"];
+
+/// Why reports cannot be joined.
+#[derive(Debug, thiserror::Error)]
+pub enum MergeError {
+    /// A report covers the whole corpus already.
+    #[error("report {0} is not the report of a shard")]
+    NotAShard(usize),
+    /// Shards are missing or occur twice.
+    #[error("{count} shards are needed, each once; these are {found:?}")]
+    Shards {
+        /// Number of shards.
+        count: u64,
+        /// Indices found, ascending.
+        found: Vec<u64>,
+    },
+    /// Two shards belong to different runs.
+    #[error("`{field}` differs between shard {first} and shard {second}; they belong to different runs")]
+    Differs {
+        /// Path of the field.
+        field: String,
+        /// A shard.
+        first: u64,
+        /// Another shard.
+        second: u64,
+    },
+    /// The windows of a stream do not add up.
+    #[error("stream `{stream}`: window {window} is missing, doubled or in the wrong shard")]
+    Windows {
+        /// The stream.
+        stream: String,
+        /// The window.
+        window: u64,
+    },
+    /// The number of scored tokens exceeds 64 bits.
+    #[error("the number of scored tokens overflows")]
+    Overflow,
+    /// A report cannot be expressed.
+    #[error(transparent)]
+    Report(#[from] ReportError),
+}
+
+/// Joins the reports of all shards, in any order.
+///
+/// # Errors
+/// When the reports are not all shards of one run.
+pub fn merge(mut parts: Vec<Report>) -> Result<Report, MergeError> {
+    let shard = |(i, part): (usize, &Report)| part.shard.clone().ok_or(MergeError::NotAShard(i));
+    let shards = parts.iter().enumerate().map(shard).collect::<Result<Vec<_>, _>>()?;
+    let count = shards.iter().map(|s| s.count).max().unwrap_or(0);
+    let mut found: Vec<u64> = shards.iter().map(|s| s.index).collect();
+    found.sort_unstable();
+    if count == 0 || !found.iter().copied().eq(0..count) || shards.iter().any(|s| s.count != count) {
+        return Err(MergeError::Shards { count, found });
+    }
+    parts.sort_by_key(|part| part.shard.as_ref().map(|s| s.index));
+    for (i, part) in parts.iter().enumerate().skip(1) {
+        if let Some(field) = difference(&parts[0], part)? {
+            return Err(MergeError::Differs {
+                field,
+                first: 0,
+                second: i as u64,
+            });
+        }
+    }
+
+    let mut joined = Joined::default();
+    let mut number = 0;
+    let streams = (0..parts[0].streams.len())
+        .map(|s| {
+            let of_shards: Vec<&StreamReport> = parts.iter().map(|part| &part.streams[s]).collect();
+            joined.stream(&of_shards, &mut number)
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    let uncertainty = uncertainty(&streams, |w| Block {
+        count: w.figures.scored_tokens,
+        total: w.figures.total_nll,
+    });
+    let kl_divergence = parts[0]
+        .kl_divergence
+        .as_ref()
+        .map(|kl| joined_kl(kl, &streams, &joined));
+    let mut notes: Vec<String> = Vec::new();
+    // What a shard says of its own coverage is said anew of the whole.
+    let of_shard = |part: &Report, note: &String| {
+        part.kl_divergence
+            .as_ref()
+            .and_then(|kl| coverage_note(&kl.detail.figures, kl.reference_top_tokens))
+            .is_some_and(|own| own == *note)
+    };
+    for part in &parts {
+        for note in part.notes.iter().filter(|note| !of_shard(part, note)) {
+            if !notes.contains(note) {
+                notes.push(note.clone());
+            }
+        }
+    }
+    if let Some(kl) = &kl_divergence {
+        notes.extend(coverage_note(&kl.detail.figures, kl.reference_top_tokens));
+    }
+    let mut timing = parts[0].timing.clone();
+    let seconds = |value: fn(&Report) -> f64| parts.iter().map(value).sum::<f64>();
+    timing.load_seconds = seconds(|r| r.timing.load_seconds);
+    timing.read_and_tokenize_seconds = seconds(|r| r.timing.read_and_tokenize_seconds);
+    timing.score_seconds = seconds(|r| r.timing.score_seconds);
+    timing.total_seconds = seconds(|r| r.timing.total_seconds);
+    timing.scored_tokens_per_second = rate(joined.overall.scored_tokens, timing.score_seconds);
+    let domain = |(name, sum): (&String, &Aggregate)| {
+        let of_domain = streams.iter().filter(|s| s.domain == *name);
+        let kl = kl_divergence
+            .is_some()
+            .then(|| KlDetail::joined(of_domain.filter_map(|s| s.kl_divergence.as_ref())));
+        DomainReport::new(name, sum, &streams, kl)
+    };
+    let first = parts[0].clone();
+    Ok(Report {
+        denominators: Denominators::new(first.denominators.softmax_rows, &streams),
+        timing,
+        domains: joined.domains.iter().map(domain).collect(),
+        overall: OverallReport::new(&joined.overall, &streams, uncertainty),
+        streams,
+        kl_divergence,
+        shard: None,
+        notes,
+        ..first
+    })
+}
+
+/// The first field of the circumstances that differs.
+fn difference(a: &Report, b: &Report) -> Result<Option<String>, MergeError> {
+    let json = |report: &Report| serde_json::to_value(report).map_err(ReportError::from);
+    let (a, b) = (json(a)?, json(b)?);
+    for part in ["schema_version", "metric", "build", "artifact", "corpus", "execution"] {
+        let (a, b) = (&a[part], &b[part]);
+        match (a, b) {
+            (Value::Object(x), Value::Object(y)) => {
+                let fields = x.keys().filter(|field| !MAY_DIFFER.contains(&field.as_str()));
+                if let Some(field) = fields.into_iter().find(|field| x.get(*field) != y.get(*field)) {
+                    return Ok(Some(format!("{part}.{field}")));
+                }
+            }
+            _ if a != b => return Ok(Some(part.into())),
+            _ => {}
+        }
+    }
+    let rows = |report: &Value| report["denominators"]["softmax_rows"].clone();
+    if rows(&a) != rows(&b) {
+        return Ok(Some("denominators.softmax_rows".into()));
+    }
+    let kl = &["reference", "reference_top_tokens", "reference_provenance"];
+    if let Some(field) = kl
+        .iter()
+        .find(|&&field| a["kl_divergence"][field] != b["kl_divergence"][field])
+    {
+        return Ok(Some(format!("kl_divergence.{field}")));
+    }
+    let streams = |report: &Value| report["streams"].as_array().cloned().unwrap_or_default();
+    let (a, b) = (streams(&a), streams(&b));
+    let identity = ["id", "domain", "path", "sha256", "tokens_sha256", "input_tokens"];
+    if a.len() != b.len() {
+        return Ok(Some("streams".into()));
+    }
+    let differs = |(i, (a, b)): (usize, (&Value, &Value))| {
+        identity
+            .iter()
+            .find(|&&field| a[field] != b[field])
+            .map(|field| format!("streams[{i}].{field}"))
+    };
+    Ok(a.iter().zip(&b).enumerate().find_map(differs))
+}
+
+/// Sums in scoring order.
+#[derive(Default)]
+struct Joined {
+    domains: BTreeMap<String, Aggregate>,
+    overall: Aggregate,
+}
+
+impl Joined {
+    /// One stream from its shards, `of_shards[i]` being shard `i`; `number` counts windows over all streams.
+    fn stream(&mut self, of_shards: &[&StreamReport], number: &mut u64) -> Result<StreamReport, MergeError> {
+        let first = of_shards[0];
+        let mut windows: Vec<(u64, WindowReport)> = (0u64..)
+            .zip(of_shards)
+            .flat_map(|(shard, stream)| stream.windows.iter().map(move |window| (shard, window.clone())))
+            .collect();
+        windows.sort_by_key(|(_, window)| window.index);
+        let mut sum = Aggregate::default();
+        let domain = self.domains.entry(first.domain.clone()).or_default();
+        let mut target = None;
+        for (index, (shard, window)) in (0u64..).zip(&mut windows) {
+            let in_place = window.index == index && *number % of_shards.len() as u64 == *shard;
+            // Sliding windows continue where the last one ended; back-to-back windows begin later.
+            if !in_place || target.is_some_and(|end| window.target_begin < end) {
+                return Err(MergeError::Windows {
+                    stream: first.id.clone(),
+                    window: index,
+                });
+            }
+            target = Some(window.target_end);
+            *number += 1;
+            let part = window.figures.aggregate();
+            sum = sum.plus(part).ok_or(MergeError::Overflow)?;
+            *domain = domain.plus(part).ok_or(MergeError::Overflow)?;
+            self.overall = self.overall.plus(part).ok_or(MergeError::Overflow)?;
+            window.running_mean_nll = self.overall.mean_nll().unwrap_or(0.0);
+        }
+        let details = of_shards.iter().filter_map(|stream| stream.kl_divergence.as_ref());
+        let compared = windows.iter().any(|(_, window)| window.kl_divergence.is_some());
+        let mut stream = StreamReport {
+            figures: (&sum).into(),
+            unscored_tokens: first.input_tokens.saturating_sub(sum.scored_tokens),
+            seconds: of_shards.iter().map(|s| s.seconds).sum(),
+            kl_divergence: compared.then(|| KlDetail::joined(details)),
+            windows: windows.into_iter().map(|(_, window)| window).collect(),
+            ..first.clone()
+        };
+        stream.measure_text(&sum);
+        Ok(stream)
+    }
+}
+
+fn uncertainty(streams: &[StreamReport], block: impl Fn(&WindowReport) -> Block) -> Uncertainty {
+    let blocks: Vec<Vec<Block>> = streams.iter().map(|s| s.windows.iter().map(&block).collect()).collect();
+    Uncertainty::of(&blocks)
+}
+
+fn joined_kl(kl: &KlReport, streams: &[StreamReport], joined: &Joined) -> KlReport {
+    let part = |total: fn(&Sums) -> f64| {
+        uncertainty(streams, move |window| {
+            let sums = window.kl_divergence.as_ref().map(Sums::of_figures).unwrap_or_default();
+            Block {
+                count: sums.positions(),
+                total: total(&sums),
+            }
+        })
+    };
+    let results = KlResults {
+        source: KlSource {
+            path: PathBuf::from(&kl.reference),
+            top_tokens: kl.reference_top_tokens,
+            provenance: kl.reference_provenance.clone(),
+        },
+        overall: KlDetail::joined(streams.iter().filter_map(|s| s.kl_divergence.as_ref())),
+        domains: BTreeMap::new(),
+        mean_kl: part(Sums::total_kl),
+        mean_delta_nll: part(Sums::total_delta_nll),
+    };
+    kl_report(&results, &joined.overall)
+}

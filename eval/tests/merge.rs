@@ -1,0 +1,148 @@
+//! Shards give the report of the whole run.
+
+mod common;
+
+use std::path::Path;
+
+use common::ToyScorer;
+use perplexity_eval::corpus::CorpusPlan;
+use perplexity_eval::evaluate::{Options, SaveTopTokens, evaluate};
+use perplexity_eval::merge::{MergeError, merge};
+use perplexity_eval::report::{Report, RunInfo};
+use perplexity_eval::windows::{Protocol, WindowKind};
+
+fn plan() -> CorpusPlan {
+    let stream = |id: &str, domain: &str, n: u32, factor: u32| {
+        (
+            id.to_owned(),
+            domain.to_owned(),
+            (0..n).map(|i| i * factor % 37).collect::<Vec<u32>>(),
+        )
+    };
+    let protocol = Protocol::new(WindowKind::Sliding, 16, 8).unwrap();
+    let streams = [
+        stream("a", "x", 61, 7),
+        stream("b", "y", 30, 5),
+        stream("c", "x", 12, 3),
+    ];
+    CorpusPlan::from_tokens("c", protocol, streams).unwrap()
+}
+
+fn run(shard: &str, seed: u64, reference: Option<&Path>) -> Report {
+    let options = Options {
+        shard: shard.parse().unwrap(),
+        kl_reference: reference.map(Into::into),
+        ..Options::default()
+    };
+    let results = evaluate(&plan(), &mut ToyScorer::new(40, 3.0, seed), &options, &mut ()).unwrap();
+    let report = Report::build(
+        &plan(),
+        &results,
+        RunInfo {
+            total_seconds: 1.5,
+            ..RunInfo::default()
+        },
+    );
+    // Through text, as the program does.
+    Report::from_json(&report.to_json().unwrap()).unwrap()
+}
+
+/// The report without its times.
+fn timeless(mut report: Report) -> Report {
+    report.timing.score_seconds = 0.0;
+    report.timing.total_seconds = 0.0;
+    report.timing.scored_tokens_per_second = None;
+    for stream in &mut report.streams {
+        stream.seconds = 0.0;
+        stream.windows.iter_mut().for_each(|w| w.seconds = 0.0);
+    }
+    report
+}
+
+#[test]
+fn shards_in_any_order_give_the_whole_bit_for_bit() {
+    let whole = timeless(run("0/1", 1, None));
+    for n in [2, 3, 7, 12] {
+        let parts: Vec<Report> = (0..n).rev().map(|i| run(&format!("{i}/{n}"), 1, None)).collect();
+        let merged = merge(parts).unwrap();
+        assert_eq!(merged.timing.total_seconds, 1.5 * f64::from(n));
+        assert_eq!(timeless(merged), whole);
+    }
+}
+
+#[test]
+fn a_comparison_is_merged_up_to_its_order_statistics() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ref");
+    let save_top_tokens = Some(SaveTopTokens {
+        path: path.clone(),
+        per_position: 6,
+    });
+    let options = Options {
+        save_top_tokens,
+        ..Options::default()
+    };
+    evaluate(&plan(), &mut ToyScorer::new(40, 3.0, 1), &options, &mut ()).unwrap();
+    let whole = run("0/1", 2, Some(&path));
+    let merged = merge((0..3).map(|i| run(&format!("{i}/3"), 2, Some(&path))).collect()).unwrap();
+    let (a, b) = (merged.kl_divergence.unwrap(), whole.kl_divergence.unwrap());
+    let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} {b}");
+    assert_eq!(a.detail.figures.positions, 100);
+    close(a.detail.figures.mean_kl, b.detail.figures.mean_kl);
+    close(
+        a.detail.figures.kl_standard_deviation,
+        b.detail.figures.kl_standard_deviation,
+    );
+    assert_eq!(a.detail.figures.top1_agreement, b.detail.figures.top1_agreement);
+    close(a.perplexity_ratio.unwrap(), b.perplexity_ratio.unwrap());
+    close(
+        a.uncertainty.mean_kl.clustered_standard_error.unwrap(),
+        b.uncertainty.mean_kl.clustered_standard_error.unwrap(),
+    );
+    for (x, y) in merged.domains.iter().zip(&whole.domains) {
+        let mean = |d: &perplexity_eval::report::DomainReport| d.kl_divergence.as_ref().unwrap().figures.mean_kl;
+        close(mean(x), mean(y));
+    }
+    assert_eq!((a.detail.quantiles.median_kl, a.detail.delta_p), (None, None));
+    // The coverage note speaks of the whole, once.
+    assert_eq!(merged.notes, whole.notes);
+    assert_eq!(merged.notes.len(), 1);
+}
+
+#[test]
+fn what_is_no_complete_set_of_shards_is_refused() {
+    let part = |shard: &str| run(shard, 1, None);
+    let message = |parts: Vec<Report>| merge(parts).unwrap_err().to_string();
+    assert_eq!(message(vec![part("0/1")]), "report 0 is not the report of a shard");
+    assert_eq!(
+        message(vec![part("0/3"), part("2/3")]),
+        "3 shards are needed, each once; these are [0, 2]"
+    );
+    assert_eq!(
+        message(vec![part("0/2"), part("0/2")]),
+        "2 shards are needed, each once; these are [0, 0]"
+    );
+    assert!(matches!(
+        merge(vec![part("0/2"), part("1/3")]),
+        Err(MergeError::Shards { .. })
+    ));
+    assert!(matches!(merge(vec![]), Err(MergeError::Shards { count: 0, .. })));
+    let with = |change: fn(&mut Report)| {
+        let mut other = part("1/2");
+        change(&mut other);
+        message(vec![part("0/2"), other])
+    };
+    assert_eq!(
+        with(|r| r.execution.settings.kv_dtype = "int8".into()),
+        "`execution.kv_dtype` differs between shard 0 and shard 1; they belong to different runs"
+    );
+    assert!(with(|r| r.streams[1].tokens_sha256 = "0".into()).starts_with("`streams[1].tokens_sha256` differs"));
+    assert_eq!(
+        with(|r| r.streams[0].windows.retain(|w| w.index != 3)),
+        "stream `a`: window 3 is missing, doubled or in the wrong shard"
+    );
+    // Machines may differ.
+    let mut elsewhere = part("1/2");
+    elsewhere.execution.settings.device_name = Some("another".into());
+    assert!(merge(vec![part("0/2"), elsewhere]).is_ok());
+}
