@@ -1,1 +1,17 @@
 //! KV-cache codecs: one file each under `codecs/`.
+//!
+//! | question | module |
+//! |---|---|
+//! | what is a codec | [`codec`], [`layout`], [`basis`] |
+//! | which are there, what are they called | [`codecs`], [`registry`] |
+//! | how does a forward pass use one | [`store`] |
+//! | how is a new one written | [`tensor_ops`] |
+
+mod arith;
+pub mod basis;
+pub mod codec;
+pub mod codecs;
+pub mod layout;
+pub mod registry;
+pub mod store;
+pub mod tensor_ops;

@@ -1,0 +1,182 @@
+//! The orthonormal transform a row goes through before it is stored.
+//!
+//! ```text
+//! H_n[r][c] = (-1)^popcount(r & c) / sqrt(n)          natural (Sylvester) order, H_n H_n = I
+//! ```
+//!
+//! evaluated as log2(n) butterfly stages with ascending strides, each add or subtract one rounded float32 operation, and
+//! one exact-by-power-of-four scaling at the end, so that codes are reproducible bit for bit. Because the transform is
+//! orthonormal, `q.k = (Hq).(Hk)`: queries take the basis of K, and the attention output leaves the basis of V once.
+
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+
+/// Basis in which one side of the cache is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Basis {
+    /// As the model computes it.
+    Identity,
+    /// Hadamard over each block of 64 dimensions on its own.
+    Hadamard64,
+    /// Hadamard over blocks of 256 dimensions, the whole row at head dimension 256.
+    Hadamard256,
+    /// `H_n (s * x)` over the whole row (a power of two) with random signs `s` drawn from the seed.
+    SignedHadamard {
+        /// Seed of the sign vector.
+        seed: u64,
+    },
+}
+
+impl Basis {
+    /// Whether rows of `head_dim` values can be transformed.
+    pub fn supports(self, head_dim: usize) -> bool {
+        match self.block(head_dim) {
+            None => true,
+            Some(n) => n.is_power_of_two() && head_dim.is_multiple_of(n),
+        }
+    }
+
+    /// Takes `rows` (whole rows of `head_dim` values) into this basis.
+    pub fn forward(self, rows: &mut [f32], head_dim: usize) {
+        let Some(n) = self.block(head_dim) else { return };
+        if let Basis::SignedHadamard { seed } = self {
+            let signs = random_signs(seed, head_dim);
+            rows.chunks_exact_mut(head_dim).for_each(|row| apply_signs(row, &signs));
+        }
+        rows.chunks_exact_mut(n).for_each(hadamard);
+    }
+
+    /// Takes `rows` back to the model's basis.
+    pub fn inverse(self, rows: &mut [f32], head_dim: usize) {
+        let Some(n) = self.block(head_dim) else { return };
+        rows.chunks_exact_mut(n).for_each(hadamard);
+        if let Basis::SignedHadamard { seed } = self {
+            let signs = random_signs(seed, head_dim);
+            rows.chunks_exact_mut(head_dim).for_each(|row| apply_signs(row, &signs));
+        }
+    }
+
+    /// [`Basis::forward`] on the last dimension of a tensor, the same operations in the same order.
+    pub fn forward_tensor<B: Backend, const D: usize>(self, rows: Tensor<B, D>) -> Tensor<B, D> {
+        let Some(n) = self.block(rows.dims()[D - 1]) else { return rows };
+        hadamard_tensor(self.signed(rows), n)
+    }
+
+    /// [`Basis::inverse`] on the last dimension of a tensor.
+    pub fn inverse_tensor<B: Backend, const D: usize>(self, rows: Tensor<B, D>) -> Tensor<B, D> {
+        let Some(n) = self.block(rows.dims()[D - 1]) else { return rows };
+        self.signed(hadamard_tensor(rows, n))
+    }
+
+    fn block(self, head_dim: usize) -> Option<usize> {
+        match self {
+            Basis::Identity => None,
+            Basis::Hadamard64 => Some(64),
+            Basis::Hadamard256 => Some(256),
+            Basis::SignedHadamard { .. } => Some(head_dim),
+        }
+    }
+
+    fn signed<B: Backend, const D: usize>(self, rows: Tensor<B, D>) -> Tensor<B, D> {
+        let Basis::SignedHadamard { seed } = self else { return rows };
+        let head_dim = rows.dims()[D - 1];
+        let mut shape = [1; D];
+        shape[D - 1] = head_dim;
+        let signs = TensorData::new(random_signs(seed, head_dim), shape);
+        let signs = Tensor::<B, D>::from_data(signs, (&rows.device(), rows.dtype()));
+        rows * signs
+    }
+}
+
+/// `H_n x` in place, n = `x.len()`, a power of two.
+pub fn hadamard(x: &mut [f32]) {
+    let n = x.len();
+    debug_assert!(n.is_power_of_two());
+    let mut stride = 1;
+    while stride < n {
+        for block in x.chunks_exact_mut(2 * stride) {
+            let (low, high) = block.split_at_mut(stride);
+            for (a, b) in low.iter_mut().zip(high) {
+                (*a, *b) = (*a + *b, *a - *b);
+            }
+        }
+        stride *= 2;
+    }
+    let scale = 1.0 / (n as f32).sqrt();
+    x.iter_mut().for_each(|value| *value *= scale);
+}
+
+/// [`hadamard`] on each block of `n` values of the last dimension.
+fn hadamard_tensor<B: Backend, const D: usize>(x: Tensor<B, D>, n: usize) -> Tensor<B, D> {
+    let shape = x.shape();
+    let blocks = shape.num_elements() / n;
+    let mut y: Tensor<B, 2> = x.reshape([blocks, n]);
+    let mut stride = 1;
+    while stride < n {
+        let pairs = blocks * n / (2 * stride);
+        let halves: Tensor<B, 3> = y.reshape([pairs, 2, stride]);
+        let low = halves.clone().narrow(1, 0, 1);
+        let high = halves.narrow(1, 1, 1);
+        y = Tensor::cat(vec![low.clone() + high.clone(), low - high], 1).reshape([blocks, n]);
+        stride *= 2;
+    }
+    (y * (1.0 / (n as f32).sqrt())).reshape(shape)
+}
+
+fn apply_signs(row: &mut [f32], signs: &[f32]) {
+    row.iter_mut().zip(signs).for_each(|(value, sign)| *value *= sign);
+}
+
+/// `n` signs from SplitMix64 (Steele, Lea and Flood, 2014): the top bit of each output, 1 = negative.
+fn random_signs(seed: u64, n: usize) -> Vec<f32> {
+    let mut state = seed;
+    (0..n)
+        .map(|_| {
+            state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+            let mut z = state;
+            z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+            if (z ^ (z >> 31)) >> 63 == 1 { -1.0 } else { 1.0 }
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hadamard_is_the_sylvester_matrix() {
+        for n in [64usize, 256] {
+            for column in [0, 1, 5, n - 1] {
+                let mut x = vec![0.0; n];
+                x[column] = (n as f32).sqrt();
+                hadamard(&mut x);
+                for (row, value) in x.iter().enumerate() {
+                    let expected = if (row & column).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+                    assert_eq!(*value, expected, "H_{n}[{row}][{column}]");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_basis_is_undone_by_its_inverse() {
+        // Small integers: all sums are exact, so equality is exact.
+        let row: Vec<f32> = (0..512).map(|i| ((i * 37 + 11) % 64) as f32 - 31.0).collect();
+        for basis in [Basis::Identity, Basis::Hadamard64, Basis::Hadamard256, Basis::SignedHadamard { seed: 7 }] {
+            let mut rows = row.clone();
+            basis.forward(&mut rows, 256);
+            assert_eq!(rows == row, basis == Basis::Identity);
+            basis.inverse(&mut rows, 256);
+            assert_eq!(rows, row, "{basis:?}");
+        }
+    }
+
+    #[test]
+    fn head_dims_that_a_basis_cannot_cover_are_known() {
+        assert!(Basis::Identity.supports(24));
+        assert!(!Basis::Hadamard256.supports(128));
+        assert!(Basis::Hadamard64.supports(128));
+        assert!(!Basis::SignedHadamard { seed: 1 }.supports(96));
+    }
+}

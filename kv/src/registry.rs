@@ -1,0 +1,314 @@
+//! Names of the built-in codecs, and the `--kv-dtype` grammar.
+//!
+//! ```text
+//! kv-dtype := codec { ";" layers "=" codec }            codec for every layer, then exceptions
+//! codec    := name | "k=" name "," "v=" name            a pair by name, or K and V of two pairs
+//! layers   := range { "," range }                       range := number | number "-" number, model layers from 0
+//! name     := base | base "@" variant                   without a variant: the current lineage
+//! ```
+//!
+//! `bf16;3,7=int8` keeps bf16 except in layers 3 and 7; `k=fp8,v=nvfp4` stores K as `fp8` does and V as `nvfp4` does.
+
+use crate::codec::{CodecSpec, HostCodec, TensorCodec, bytes_per_row};
+use crate::codecs::{bf16, fp8, int8, k4v2, k8v4, nvfp4, rk2v4_e8, rk4v4, rk4v4_e8, rk8v4, vq2};
+use burn::tensor::backend::Backend;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+/// One named K/V pair of a codec file.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Variant {
+    /// Option spelling, `base` or `base@variant`.
+    pub name: &'static str,
+    /// Name written to reports.
+    pub recorded: &'static str,
+    /// What K stores.
+    pub k: Side,
+    /// What V stores.
+    pub v: Side,
+}
+
+macro_rules! sides {
+    ($($(#[$doc:meta])* $name:ident($codec:ty)),* $(,)?) => {
+        /// A built-in codec of one side.
+        #[derive(Debug, Clone, Copy, PartialEq)]
+        pub enum Side {
+            $($(#[$doc])* $name($codec)),*
+        }
+
+        impl Side {
+            /// The codec's description.
+            pub fn spec(&self) -> &dyn CodecSpec {
+                match self { $(Side::$name(codec) => codec),* }
+            }
+
+            /// The codec on host rows.
+            pub fn host(self) -> Arc<dyn HostCodec> {
+                match self { $(Side::$name(codec) => Arc::new(codec)),* }
+            }
+
+            /// The codec in tensor operations.
+            pub fn tensor<B: Backend>(self) -> Arc<dyn TensorCodec<B>> {
+                match self { $(Side::$name(codec) => Arc::new(codec)),* }
+            }
+        }
+    };
+}
+
+sides! {
+    /// The bf16 word.
+    Bf16(bf16::Bf16),
+    /// The FP16 word.
+    F16(bf16::F16),
+    /// INT8 or INT4 with a scale per group.
+    Absmax(int8::Absmax),
+    /// E4M3 with a row scale.
+    Fp8(fp8::Fp8),
+    /// E2M1 with E4M3 scales.
+    Nvfp4(nvfp4::Nvfp4),
+    /// Pattern-and-sign words.
+    Vq2(vq2::Vq2),
+    /// 4-bit Lloyd-Max with a row scale.
+    Lloyd4Row(k4v2::Lloyd4Row),
+    /// 4-bit Lloyd-Max with least-squares group scales.
+    Lloyd4(rk4v4::Lloyd4),
+    /// Mid-rise INT4.
+    MidRise4(rk4v4::MidRise4),
+    /// Rounded E8 points.
+    E8Snap(rk4v4_e8::E8Snap),
+    /// E8 root, radius and axis.
+    E8Root(rk2v4_e8::E8Root),
+}
+
+/// Every built-in pair, files in the order of the format table; of the variants of one base name the default is first.
+pub fn variants() -> impl Iterator<Item = &'static Variant> {
+    [
+        bf16::VARIANTS,
+        int8::VARIANTS,
+        fp8::VARIANTS,
+        nvfp4::VARIANTS,
+        k8v4::VARIANTS,
+        vq2::VARIANTS,
+        k4v2::VARIANTS,
+        rk8v4::VARIANTS,
+        rk4v4::VARIANTS,
+        rk4v4_e8::VARIANTS,
+        rk2v4_e8::VARIANTS,
+    ]
+    .into_iter()
+    .flatten()
+}
+
+/// The pair called `name`; a bare base name means its first variant.
+///
+/// # Errors
+/// [`KvError::UnknownCodec`] with the accepted names.
+pub fn find(name: &str) -> Result<&'static Variant, KvError> {
+    let matches = |variant: &&Variant| variant.name == name || variant.name.split('@').next() == Some(name);
+    variants().find(matches).ok_or_else(|| KvError::UnknownCodec { name: name.into() })
+}
+
+/// Accepted codec names, for messages and help texts.
+pub fn accepted_names() -> String {
+    variants().map(|variant| variant.name).collect::<Vec<_>>().join(", ")
+}
+
+/// A refused KV-cache option.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum KvError {
+    /// No codec of that name.
+    #[error("unknown KV codec `{name}`; accepted: {}", accepted_names())]
+    UnknownCodec {
+        /// The name given.
+        name: String,
+    },
+    /// An item that is neither a name nor `k=NAME,v=NAME`.
+    #[error("`{item}` is not a KV codec: expected a name or k=NAME,v=NAME")]
+    Pair {
+        /// The item given.
+        item: String,
+    },
+    /// An item of the layer table that is not `layers=codec`.
+    #[error("`{item}` is not an entry of a KV layer table: expected LAYERS=CODEC, LAYERS like 3,7 or 0-5")]
+    LayerEntry {
+        /// The item given.
+        item: String,
+    },
+    /// A layer named twice in the table.
+    #[error("layer {layer} appears twice in the KV layer table")]
+    DuplicateLayer {
+        /// The layer.
+        layer: usize,
+    },
+    /// A layer of the table without a KV cache.
+    #[error("the KV layer table names layer {layer}, which has no KV cache; layers with one: {attention:?}")]
+    NoCache {
+        /// The layer named.
+        layer: usize,
+        /// Layers with a cache.
+        attention: Vec<usize>,
+    },
+    /// A codec that cannot store rows of the model's head dimension.
+    #[error("KV codec `{codec}` cannot store rows of {head_dim} values: it is defined for {expected}")]
+    HeadDim {
+        /// The codec.
+        codec: String,
+        /// The model's head dimension.
+        head_dim: usize,
+        /// The head dimension of the format.
+        expected: usize,
+    },
+}
+
+/// The codecs of one layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KvPair {
+    /// Full option spelling, variants included.
+    pub name: String,
+    /// Name written to reports.
+    pub recorded: String,
+    /// What K stores.
+    pub k: Side,
+    /// What V stores.
+    pub v: Side,
+}
+
+impl From<&Variant> for KvPair {
+    fn from(variant: &Variant) -> Self {
+        Self { name: variant.name.into(), recorded: variant.recorded.into(), k: variant.k, v: variant.v }
+    }
+}
+
+impl std::str::FromStr for KvPair {
+    type Err = KvError;
+
+    fn from_str(item: &str) -> Result<Self, KvError> {
+        let item = item.trim();
+        if !item.contains('=') {
+            return Ok(find(item)?.into());
+        }
+        let wrong = || KvError::Pair { item: item.into() };
+        let (first, second) = item.split_once(',').ok_or_else(wrong)?;
+        let (key_first, first) = first.split_once('=').ok_or_else(wrong)?;
+        let (key_second, second) = second.split_once('=').ok_or_else(wrong)?;
+        let (k, v) = match (key_first.trim(), key_second.trim()) {
+            ("k", "v") => (find(first.trim())?, find(second.trim())?),
+            ("v", "k") => (find(second.trim())?, find(first.trim())?),
+            _ => return Err(wrong()),
+        };
+        if k == v {
+            return Ok(k.into());
+        }
+        Ok(Self {
+            name: format!("k={},v={}", k.name, v.name),
+            recorded: format!("k={},v={}", k.recorded, v.recorded),
+            k: k.k,
+            v: v.v,
+        })
+    }
+}
+
+impl KvPair {
+    /// Stored bytes per token and KV head, K and V together, exact copies not counted.
+    pub fn bytes_per_token_and_head(&self, head_dim: usize) -> f64 {
+        bytes_per_row(self.k.spec(), head_dim) + bytes_per_row(self.v.spec(), head_dim)
+    }
+
+    /// Whether some keys are read from an exact copy.
+    pub fn has_window(&self) -> bool {
+        self.k.spec().window().is_some() || self.v.spec().window().is_some()
+    }
+}
+
+/// A parsed `--kv-dtype`: the codec of every layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KvDtype {
+    /// Codec of the layers that the table does not name.
+    pub default: KvPair,
+    /// Exceptions by model layer.
+    pub layers: BTreeMap<usize, KvPair>,
+}
+
+impl std::str::FromStr for KvDtype {
+    type Err = KvError;
+
+    fn from_str(text: &str) -> Result<Self, KvError> {
+        let mut items = text.split(';');
+        let default = items.next().unwrap_or_default().parse()?;
+        let mut layers = BTreeMap::new();
+        for item in items {
+            let wrong = || KvError::LayerEntry { item: item.trim().into() };
+            let (ranges, codec) = item.split_once('=').ok_or_else(wrong)?;
+            let pair: KvPair = codec.parse()?;
+            for range in ranges.split(',') {
+                let (first, last) = range.split_once('-').unwrap_or((range, range));
+                let number = |text: &str| text.trim().parse::<u16>().map(usize::from).map_err(|_| wrong());
+                let (first, last) = (number(first)?, number(last)?);
+                if first > last {
+                    return Err(wrong());
+                }
+                for layer in first..=last {
+                    if layers.insert(layer, pair.clone()).is_some() {
+                        return Err(KvError::DuplicateLayer { layer });
+                    }
+                }
+            }
+        }
+        Ok(Self { default, layers })
+    }
+}
+
+/// The full option spelling: parsing it gives the same table.
+impl fmt::Display for KvDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.write_with(f, |pair| &pair.name)
+    }
+}
+
+impl KvDtype {
+    /// The codec of model layer `layer`.
+    pub fn layer(&self, layer: usize) -> &KvPair {
+        self.layers.get(&layer).unwrap_or(&self.default)
+    }
+
+    /// Checks the table against a model: `attention` lists the layers with a KV cache.
+    ///
+    /// # Errors
+    /// When the table names another layer, or a codec cannot store rows of `head_dim` values.
+    pub fn check(&self, attention: &[usize], head_dim: usize) -> Result<(), KvError> {
+        if let Some(layer) = self.layers.keys().find(|layer| !attention.contains(layer)) {
+            return Err(KvError::NoCache { layer: *layer, attention: attention.to_vec() });
+        }
+        for pair in attention.iter().map(|layer| self.layer(*layer)) {
+            for spec in [pair.k.spec(), pair.v.spec()] {
+                if !spec.supports(head_dim) || !spec.basis().supports(head_dim) {
+                    let codec = pair.name.clone();
+                    return Err(KvError::HeadDim { codec, head_dim, expected: crate::codec::HEAD_DIM });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Name written to reports: recorded names in the option's grammar.
+    pub fn recorded(&self) -> String {
+        struct Recorded<'a>(&'a KvDtype);
+        impl fmt::Display for Recorded<'_> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.write_with(f, |pair| &pair.recorded)
+            }
+        }
+        Recorded(self).to_string()
+    }
+
+    /// Stored bytes per token over the layers `attention`, exact copies not counted.
+    pub fn bytes_per_token(&self, attention: &[usize], kv_heads: usize, head_dim: usize) -> f64 {
+        attention.iter().map(|layer| self.layer(*layer).bytes_per_token_and_head(head_dim) * kv_heads as f64).sum()
+    }
+
+    fn write_with<'a>(&'a self, f: &mut fmt::Formatter<'_>, name: impl Fn(&'a KvPair) -> &'a str) -> fmt::Result {
+        f.write_str(name(&self.default))?;
+        self.layers.iter().try_for_each(|(layer, pair)| write!(f, ";{layer}={}", name(pair)))
+    }
+}
