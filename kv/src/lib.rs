@@ -5,12 +5,13 @@
 //! | what is a codec | [`codec`], [`layout`], [`basis`] |
 //! | which are there, what are they called | [`codecs`], [`registry`] |
 //! | how does a forward pass use one | [`store`] |
-//! | how is a new one written | [`tensor_ops`] |
+//! | how is a new one written and tested | [`tensor_ops`], [`conformance`] |
 
 mod arith;
 pub mod basis;
 pub mod codec;
 pub mod codecs;
+pub mod conformance;
 pub mod layout;
 pub mod registry;
 pub mod store;

@@ -28,10 +28,15 @@ pub fn clamp<B: Backend, const D: usize>(x: Tensor<B, D>, low: f32, high: f32) -
     x.mask_fill(below, low).mask_fill(above, high)
 }
 
+/// `1 / x` by division, correctly rounded: burn-ndarray's vector `recip` is an approximation.
+pub fn reciprocal<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    x.ones_like() / x
+}
+
 /// `1 / scale`, 0 where the scale is zero or NaN.
 pub fn code_factor<B: Backend, const D: usize>(scale: Tensor<B, D>) -> Tensor<B, D> {
     let positive = scale.clone().greater_elem(0.0);
-    scale.recip().mask_fill(positive.bool_not(), 0.0)
+    reciprocal(scale).mask_fill(positive.bool_not(), 0.0)
 }
 
 /// `x * factor`, 0 where the factor is 0 whatever `x` is; `factor` has last dimension 1.
@@ -96,7 +101,7 @@ pub fn with_sign_bit<B: Backend, const D: usize>(
 
 /// The sign bit of values that are not NaN: only a negative zero has reciprocal minus infinity.
 fn is_negative<B: Backend, const D: usize>(values: &Tensor<B, D>) -> Tensor<B, D, Bool> {
-    let negative_zero = values.clone().equal_elem(0.0).bool_and(values.clone().recip().lower_elem(0.0));
+    let negative_zero = values.clone().equal_elem(0.0).bool_and(reciprocal(values.clone()).lower_elem(0.0));
     values.clone().lower_elem(0.0).bool_or(negative_zero)
 }
 

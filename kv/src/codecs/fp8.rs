@@ -77,7 +77,7 @@ impl<B: Backend> TensorCodec<B> for Fp8 {
         let zero = largest.clone().equal_elem(0.0);
         let scale = tensor_ops::clamp(largest / E4M3FN_MAX, SCALE_RANGE.0, SCALE_RANGE.1);
         let word = encode_f16(scale);
-        let factor = decode_f16(word.clone()).recip();
+        let factor = tensor_ops::reciprocal(decode_f16(word.clone()));
         let codes = encode_e4m3(rows * factor).mask_fill(zero.clone().expand([tokens, heads, dim]), 0);
         Tensor::cat(vec![codes, word.mask_fill(zero, 0)], 2)
     }

@@ -85,7 +85,7 @@ impl<B: Backend> TensorCodec<B> for Lloyd4Row {
         let sigma = (energy.clone() / HEAD_DIM as f32).sqrt();
         let finite = energy.clone().is_finite();
         let usable = sigma.clone().greater_elem(0.0).bool_and(finite.clone());
-        let unit = (sigma.recip() * UNIT).mask_fill(usable.clone().bool_not(), 0.0);
+        let unit = (tensor_ops::reciprocal(sigma) * UNIT).mask_fill(usable.clone().bool_not(), 0.0);
         let a = tensor_ops::scaled(rows.clone().abs(), unit);
         let m = tensor_ops::count_above(a, &THRESHOLDS);
         let negative = rows.clone().lower_elem(0.0);

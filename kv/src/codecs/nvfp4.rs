@@ -113,7 +113,7 @@ impl<B: Backend> TensorCodec<B> for Nvfp4 {
             let raw = tensor_ops::clamp(largest.clone() * (1.0 / target), SMALLEST_SCALE, E4M3FN_MAX);
             let byte = encode_e4m3(raw);
             let scale: Tensor<B, 4> = decode_e4m3(byte.clone()).unsqueeze_dim(3);
-            let codes = encode_e2m1(v.clone() * scale.clone().recip());
+            let codes = encode_e2m1(v.clone() * tensor_ops::reciprocal(scale.clone()));
             let difference = v.clone() - decode_e2m1(codes.clone()) * scale;
             let error = tensor_ops::sum_in_order(difference.clone() * difference);
             best = Some(match best {

@@ -220,7 +220,7 @@ impl<B: Backend> TensorCodec<B> for E8Root {
         let usable = scale.is_finite().bool_and(norm.clone().is_finite());
         let usable = usable.bool_and(relative.clone().greater_equal_elem(SMALLEST_RADIUS));
         let radius = tensor_ops::count_at_least(relative, &RADIUS_BOUNDS) + 1;
-        let u = tensor_ops::scaled(z, (norm + EPSILON).recip().mask_fill(usable.clone().bool_not(), 0.0));
+        let u = tensor_ops::scaled(z, tensor_ops::reciprocal(norm + EPSILON).mask_fill(usable.clone().bool_not(), 0.0));
 
         // The two largest magnitudes, the smallest one, and the scores of both kinds of root.
         let magnitude = u.clone().abs();

@@ -105,7 +105,7 @@ impl<B: Backend> TensorCodec<B> for Lloyd4 {
         let rms = (tensor_ops::pair_dot(y.clone(), y.clone()) / GROUP as f32).sqrt();
         let finite = rms.clone().is_finite();
         let usable = rms.clone().greater_elem(0.0).bool_and(finite.clone());
-        let factor = rms.recip().mask_fill(usable.clone().bool_not(), 0.0);
+        let factor = tensor_ops::reciprocal(rms).mask_fill(usable.clone().bool_not(), 0.0);
         let m = tensor_ops::count_at_least(tensor_ops::scaled(y.clone(), factor).abs(), &BOUNDS);
         let codes = m + y.clone().lower_elem(0.0).int() * 8;
         let levels = lookup(codes.clone(), &CODE_LEVELS);

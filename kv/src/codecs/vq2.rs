@@ -251,7 +251,7 @@ fn store_rows<B: Backend>(rows: Tensor<B, 2>) -> Tensor<B, 2, Int> {
     let sigma = (energy.clone() / HEAD_DIM as f32).sqrt();
     let finite = energy.clone().is_finite();
     let usable = sigma.clone().greater_elem(0.0).bool_and(finite.clone());
-    let unit = (sigma.recip() * LEVEL_UNIT).mask_fill(usable.clone().bool_not(), 0.0);
+    let unit = (tensor_ops::reciprocal(sigma) * LEVEL_UNIT).mask_fill(usable.clone().bool_not(), 0.0);
     let words = count * WORDS;
     let y: Tensor<B, 2> = rows.clone().reshape([words, WORD]);
     // LEVEL_UNIT is a power of two, so (1 / sigma) * 16 is 16 / sigma to the last bit.
