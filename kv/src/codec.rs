@@ -17,9 +17,10 @@
 use crate::basis::Basis;
 use crate::codecs::{bf16::Bf16, int8};
 use crate::layout::Layout;
-use burn::tensor::{Int, Tensor, backend::Backend};
+use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 use rayon::prelude::*;
 use std::fmt::Debug;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 /// Head dimension of the model family; its formats are defined for rows of this length.
@@ -125,6 +126,56 @@ pub trait TensorCodec<B: Backend>: CodecSpec {
 
     /// Decodes entries `[blocks, kv_heads, entries]` to rows `[blocks * block_tokens, kv_heads, head_dim]`.
     fn load(&self, entries: Tensor<B, 3, Int>) -> Tensor<B, 3>;
+}
+
+/// A codec written in tensor operations only, used on host rows through backend `B`.
+///
+/// Good for trying a codec out: every block is a tensor of its own, so this is slower than a host form by far.
+#[derive(Debug)]
+pub struct OnTensors<B, C> {
+    codec: C,
+    backend: PhantomData<fn() -> B>,
+}
+
+impl<B: Backend, C: TensorCodec<B>> OnTensors<B, C> {
+    /// Wraps a codec.
+    pub const fn new(codec: C) -> Self {
+        Self { codec, backend: PhantomData }
+    }
+}
+
+impl<B: Backend, C: TensorCodec<B>> CodecSpec for OnTensors<B, C> {
+    fn basis(&self) -> Basis {
+        self.codec.basis()
+    }
+    fn block_tokens(&self) -> usize {
+        self.codec.block_tokens()
+    }
+    fn window(&self) -> Option<Window> {
+        self.codec.window()
+    }
+    fn supports(&self, head_dim: usize) -> bool {
+        self.codec.supports(head_dim)
+    }
+    fn layout(&self, head_dim: usize) -> Layout {
+        self.codec.layout(head_dim)
+    }
+}
+
+impl<B: Backend, C: TensorCodec<B>> HostCodec for OnTensors<B, C> {
+    fn encode(&self, rows: &[f32], entries: &mut [u16]) {
+        let shape = [self.block_tokens(), 1, rows.len() / self.block_tokens()];
+        let rows = Tensor::<B, 3>::from_data(TensorData::new(rows.to_vec(), shape), &B::Device::default());
+        let stored = self.codec.store(rows).into_data();
+        entries.iter_mut().zip(stored.iter::<i64>()).for_each(|(entry, word)| *entry = word as u16);
+    }
+
+    fn decode(&self, entries: &[u16], rows: &mut [f32]) {
+        let words: Vec<i32> = entries.iter().map(|word| i32::from(*word)).collect();
+        let words = TensorData::new(words, [1, 1, entries.len()]).convert::<B::IntElem>();
+        let loaded = self.codec.load(Tensor::from_data(words, &B::Device::default())).into_data();
+        rows.iter_mut().zip(loaded.iter::<f32>()).for_each(|(value, loaded)| *value = loaded);
+    }
 }
 
 /// Stored bits per value, scales included; an exact copy is not counted.

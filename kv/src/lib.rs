@@ -4,10 +4,11 @@
 //! |---|---|
 //! | what is a codec | [`codec`], [`layout`], [`basis`] |
 //! | which are there, what are they called | [`codecs`], [`registry`] |
-//! | how does a forward pass use one | [`store`] |
+//! | how does a forward pass use one | [`store`], [`attention`] |
 //! | how is a new one written and tested | [`tensor_ops`], [`conformance`] |
 
 mod arith;
+pub mod attention;
 pub mod basis;
 pub mod codec;
 pub mod codecs;

@@ -10,7 +10,7 @@
 //! `bf16;3,7=int8` keeps bf16 except in layers 3 and 7; `k=fp8,v=nvfp4` stores K as `fp8` does and V as `nvfp4` does.
 
 use crate::codec::{CodecSpec, HostCodec, TensorCodec, bytes_per_row};
-use crate::codecs::{bf16, fp8, int8, k4v2, k8v4, nvfp4, rk2v4_e8, rk4v4, rk4v4_e8, rk8v4, vq2};
+use crate::codecs::{bf16, fp8, int8, k4v2, k8v4, kivi, nvfp4, rk2v4_e8, rk4v4, rk4v4_e8, rk8v4, turbo, vq2};
 use burn::tensor::backend::Backend;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -79,6 +79,12 @@ sides! {
     E8Snap(rk4v4_e8::E8Snap),
     /// E8 root, radius and axis.
     E8Root(rk2v4_e8::E8Root),
+    /// Keys with a range per channel.
+    KiviK(kivi::KiviK),
+    /// Values with a range per token.
+    KiviV(kivi::KiviV),
+    /// Random rotation and scalar quantiser.
+    Turbo(turbo::Turbo),
 }
 
 /// Every built-in pair, files in the order of the format table; of the variants of one base name the default is first.
@@ -95,6 +101,8 @@ pub fn variants() -> impl Iterator<Item = &'static Variant> {
         rk4v4::VARIANTS,
         rk4v4_e8::VARIANTS,
         rk2v4_e8::VARIANTS,
+        kivi::VARIANTS,
+        turbo::VARIANTS,
     ]
     .into_iter()
     .flatten()

@@ -79,6 +79,26 @@ impl SideStore {
         self.tokens
     }
 
+    /// KV heads.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    /// Values per row.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Packed codes of the complete blocks, `[blocks, kv_heads, bytes]`.
+    pub fn packed(&self) -> &[u8] {
+        &self.packed
+    }
+
+    /// Whether some pairs of key and query are read from an exact copy.
+    pub fn has_window(&self) -> bool {
+        self.window.is_some()
+    }
+
     /// Bytes held: packed codes, and exact copies (which are all that an incomplete block has).
     pub fn bytes(&self) -> (usize, usize) {
         (self.packed.len(), self.sinks.len() + self.recent.len())

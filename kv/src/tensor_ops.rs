@@ -111,6 +111,14 @@ pub fn encode_f16<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D, I
     encode_minifloat(x.mask_fill(nan.clone(), 0.0), 10, -14, 15, 0x7C00).mask_fill(nan, i64::from(NAN_SCALE))
 }
 
+/// FP16 words of values of either sign; NaN gives the positive quiet NaN.
+pub fn encode_f16_signed<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D, Int> {
+    let nan = x.clone().is_nan();
+    let x = x.mask_fill(nan.clone(), 0.0);
+    let words = with_sign_bit(encode_minifloat(x.clone().abs(), 10, -14, 15, 0x7C00), &x, 1 << 15);
+    words.mask_fill(nan, i64::from(NAN_SCALE))
+}
+
 /// Values of FP16 words.
 pub fn decode_f16<B: Backend, const D: usize>(words: Tensor<B, D, Int>) -> Tensor<B, D> {
     let exponent = (words.clone() / 1024).remainder_scalar(32);

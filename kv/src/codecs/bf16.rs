@@ -7,12 +7,13 @@
 //! bf16 has 8 significant bits and FP16 has 11, so FP16 keeps V exactly for magnitudes in [2^-14, 65504]; below, the
 //! absolute error is at most 2^-25, and |v| >= 65520 becomes infinity. `bf16@bf16v` stores V as bf16, as some engines do.
 
+use crate::arith::f16_scale;
 use crate::codec::{CodecSpec, HostCodec, TensorCodec};
 use crate::layout::{Layout, Plane};
 use crate::registry::{Side, Variant};
-use crate::tensor_ops::{decode_f16, encode_minifloat, pow2, with_sign_bit};
+use crate::tensor_ops::{decode_f16, encode_f16_signed, encode_minifloat, pow2, with_sign_bit};
 use burn::tensor::{Int, Tensor, backend::Backend};
-use perplexity_kernels::numeric::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use perplexity_kernels::numeric::{bf16_to_f32, f16_to_f32, f32_to_bf16};
 
 /// The variants of this file.
 pub const VARIANTS: &[Variant] = &[
@@ -81,7 +82,7 @@ impl CodecSpec for F16 {
 
 impl HostCodec for F16 {
     fn encode(&self, rows: &[f32], entries: &mut [u16]) {
-        entries.iter_mut().zip(rows).for_each(|(word, value)| *word = f32_to_f16(*value));
+        entries.iter_mut().zip(rows).for_each(|(word, value)| *word = f16_scale(*value).0);
     }
     fn decode(&self, entries: &[u16], rows: &mut [f32]) {
         rows.iter_mut().zip(entries).for_each(|(value, word)| *value = f16_to_f32(*word));
@@ -90,9 +91,7 @@ impl HostCodec for F16 {
 
 impl<B: Backend> TensorCodec<B> for F16 {
     fn store(&self, rows: Tensor<B, 3>) -> Tensor<B, 3, Int> {
-        let nan = rows.clone().is_nan();
-        let code = encode_minifloat(rows.clone().abs().mask_fill(nan.clone(), 0.0), 10, -14, 15, 0x7C00);
-        with_sign_bit(code, &rows, 1 << 15).mask_fill(nan, 0x7E00)
+        encode_f16_signed(rows)
     }
     fn load(&self, entries: Tensor<B, 3, Int>) -> Tensor<B, 3> {
         decode_f16(entries)
