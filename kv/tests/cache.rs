@@ -123,8 +123,8 @@ fn a_second_run_gives_the_same_bits() {
 
 #[test]
 fn a_later_token_changes_no_earlier_output() {
-    let mut data = data(100);
     for name in ["int8", "vq2", "kivi2"] {
+        let mut data = data(100);
         let pair: KvPair = name.parse().unwrap();
         let (before, _) = run(&pair, &data, 100, true, Emulation::Format);
         let at = 70 * KV_HEADS * DIM;

@@ -1,7 +1,7 @@
 //! The figures of `examples/codec_error_table.rs` agree with the published ones within their tolerances.
 
 #[path = "../examples/codec_error_table.rs"]
-#[allow(dead_code, reason = "the program prints what the tests assert")]
+#[allow(dead_code, unreachable_pub, reason = "the program prints what the tests assert")]
 mod table;
 
 fn assert_agreement(entries: Vec<table::Entry>) {
