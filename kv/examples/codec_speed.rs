@@ -27,7 +27,10 @@ fn median(mut work: impl FnMut()) -> f64 {
 }
 
 fn main() {
-    println!("{:<14} {:>14} {:>14}   median of {SAMPLES} samples of {ROWS} rows", "", "encode ns/row", "decode ns/row");
+    println!(
+        "{:<14} {:>14} {:>14}   median of {SAMPLES} samples of {ROWS} rows",
+        "", "encode ns/row", "decode ns/row"
+    );
     let mut seen: Vec<String> = Vec::new();
     for variant in variants() {
         for (side, name) in [(variant.k, "K"), (variant.v, "V")] {
@@ -39,7 +42,10 @@ fn main() {
             }
             seen.push(description);
             let (encode, decode) = measure(&*codec);
-            println!("{:<14} {encode:>14.0} {decode:>14.0}", format!("{} {name}", variant.name));
+            println!(
+                "{:<14} {encode:>14.0} {decode:>14.0}",
+                format!("{} {name}", variant.name)
+            );
         }
     }
 }

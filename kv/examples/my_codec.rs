@@ -22,7 +22,11 @@ impl CodecSpec for MyCodec {
     }
     fn layout(&self, head_dim: usize) -> Layout {
         let groups = head_dim / GROUP;
-        Layout(vec![Plane::new("codes", head_dim, 4), Plane::new("scales", groups, 16), Plane::new("zeros", groups, 16)])
+        Layout(vec![
+            Plane::new("codes", head_dim, 4),
+            Plane::new("scales", groups, 16),
+            Plane::new("zeros", groups, 16),
+        ])
     }
 }
 
@@ -44,7 +48,11 @@ impl<B: Backend> TensorCodec<B> for MyCodec {
     fn load(&self, entries: Tensor<B, 3, Int>) -> Tensor<B, 3> {
         let [tokens, heads, count] = entries.dims();
         let groups = count / (GROUP + 2);
-        let codes = entries.clone().narrow(2, 0, groups * GROUP).float().reshape([tokens, heads, groups, GROUP]);
+        let codes = entries
+            .clone()
+            .narrow(2, 0, groups * GROUP)
+            .float()
+            .reshape([tokens, heads, groups, GROUP]);
         let range = |first: usize| decode_f16(entries.clone().narrow(2, first, groups)).unsqueeze_dim::<4>(3);
         (codes * range(groups * GROUP) + range(groups * (GROUP + 1))).reshape([tokens, heads, groups * GROUP])
     }
@@ -56,5 +64,8 @@ pub const ON_HOST: OnTensors<burn_flex::Flex, MyCodec> = OnTensors::new(MyCodec)
 fn main() {
     let error = round_trip_error(&ON_HOST, &gaussian(1, 1024 * HEAD_DIM), HEAD_DIM);
     println!("{} bits per value", bits_per_value(&ON_HOST, HEAD_DIM));
-    println!("relative error {:.4}, worst row {:.4}, cosine {:.5}", error.relative, error.worst, error.cosine);
+    println!(
+        "relative error {:.4}, worst row {:.4}, cosine {:.5}",
+        error.relative, error.worst, error.cosine
+    );
 }

@@ -36,7 +36,9 @@ pub struct Trained {
 pub fn train(seed: u64, words: usize, iterations: usize) -> Trained {
     let mut random = Random(seed);
     let data: Vec<Pattern> = (0..words).map(|_| std::array::from_fn(|_| random.normal())).collect();
-    let mut patterns: Vec<Pattern> = (0..PATTERNS).map(|_| std::array::from_fn(|_| random.normal().abs())).collect();
+    let mut patterns: Vec<Pattern> = (0..PATTERNS)
+        .map(|_| std::array::from_fn(|_| random.normal().abs()))
+        .collect();
     let mut history = Vec::new();
     for _ in 0..iterations {
         let (sums, counts, error) = assign_all(&data, &patterns);
@@ -50,10 +52,16 @@ pub fn train(seed: u64, words: usize, iterations: usize) -> Trained {
         }
     }
     let distortion = assign_all(&data, &patterns).2 / (words * WORD) as f64;
-    let mut rounded: Vec<[i8; WORD]> =
-        patterns.iter().map(|p| p.map(|level| (level * LEVEL_UNIT).round_ties_even() as i8)).collect();
+    let mut rounded: Vec<[i8; WORD]> = patterns
+        .iter()
+        .map(|p| p.map(|level| (level * LEVEL_UNIT).round_ties_even() as i8))
+        .collect();
     rounded.sort_by_key(|p| (p.iter().map(|level| i32::from(*level).pow(2)).sum::<i32>(), *p));
-    Trained { bytes: rounded.concat(), distortion, history }
+    Trained {
+        bytes: rounded.concat(),
+        distortion,
+        history,
+    }
 }
 
 type Assigned = (Vec<[f64; WORD]>, Vec<usize>, f64);
@@ -61,7 +69,10 @@ type Assigned = (Vec<[f64; WORD]>, Vec<usize>, f64);
 /// Sums of seen magnitudes and counts per pattern, and the total squared error.
 fn assign_all(data: &[Pattern], patterns: &[Pattern]) -> Assigned {
     let by_coordinate: Vec<Vec<f32>> = (0..WORD).map(|j| patterns.iter().map(|p| p[j]).collect()).collect();
-    let norms: Vec<f32> = patterns.iter().map(|p| p.iter().map(|level| level * level).sum()).collect();
+    let norms: Vec<f32> = patterns
+        .iter()
+        .map(|p| p.iter().map(|level| level * level).sum())
+        .collect();
     let parts: Vec<Assigned> = data
         .par_chunks(PART)
         .map(|words| {
@@ -76,7 +87,10 @@ fn assign_all(data: &[Pattern], patterns: &[Pattern]) -> Assigned {
                     let flipped = (1..WORD).fold(0, |best, j| if cost(j) < cost(best) { j } else { best });
                     seen[flipped] = -a[flipped];
                 }
-                part.0[pattern].iter_mut().zip(seen).for_each(|(sum, seen)| *sum += f64::from(seen));
+                part.0[pattern]
+                    .iter_mut()
+                    .zip(seen)
+                    .for_each(|(sum, seen)| *sum += f64::from(seen));
                 part.1[pattern] += 1;
                 part.2 += f64::from(distance) + a.iter().map(|a| f64::from(*a).powi(2)).sum::<f64>();
             }
@@ -86,7 +100,10 @@ fn assign_all(data: &[Pattern], patterns: &[Pattern]) -> Assigned {
     let empty = (vec![[0.0; WORD]; patterns.len()], vec![0; patterns.len()], 0.0);
     parts.into_iter().fold(empty, |mut total, part| {
         for p in 0..patterns.len() {
-            total.0[p].iter_mut().zip(part.0[p]).for_each(|(total, part)| *total += part);
+            total.0[p]
+                .iter_mut()
+                .zip(part.0[p])
+                .for_each(|(total, part)| *total += part);
             total.1[p] += part.1[p];
         }
         total.2 += part.2;
@@ -123,8 +140,10 @@ fn nearest(a: &Pattern, odd: bool, by_coordinate: &[Vec<f32>], norms: &[f32]) ->
 pub fn table_distortion(levels: &[i8], seed: u64, words: usize) -> f64 {
     let mut random = Random(seed);
     let data: Vec<Pattern> = (0..words).map(|_| std::array::from_fn(|_| random.normal())).collect();
-    let patterns: Vec<Pattern> =
-        levels.chunks_exact(WORD).map(|p| std::array::from_fn(|j| f32::from(p[j]) / LEVEL_UNIT)).collect();
+    let patterns: Vec<Pattern> = levels
+        .chunks_exact(WORD)
+        .map(|p| std::array::from_fn(|j| f32::from(p[j]) / LEVEL_UNIT))
+        .collect();
     assign_all(&data, &patterns).2 / (words * WORD) as f64
 }
 
@@ -137,13 +156,22 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let trained = train(seed, words, iterations);
     println!("seed {seed}, {words} words, {iterations} iterations");
-    println!("mean squared error per coordinate before rounding: {:.5}", trained.distortion);
+    println!(
+        "mean squared error per coordinate before rounding: {:.5}",
+        trained.distortion
+    );
     let shipped: Vec<i8> = CODEBOOK.iter().map(|byte| *byte as i8).collect();
     for (name, table) in [("this table", &trained.bytes), ("the shipped table", &shipped)] {
-        println!("on 200,000 fresh words, {name}: {:.5}", table_distortion(table, seed ^ 0xFFFF, 200_000));
+        println!(
+            "on 200,000 fresh words, {name}: {:.5}",
+            table_distortion(table, seed ^ 0xFFFF, 200_000)
+        );
     }
     if let Some(path) = arguments.get(3) {
-        std::fs::write(path, trained.bytes.iter().map(|level| *level as u8).collect::<Vec<u8>>())?;
+        std::fs::write(
+            path,
+            trained.bytes.iter().map(|level| *level as u8).collect::<Vec<u8>>(),
+        )?;
         println!("written to {path}");
     }
     Ok(())

@@ -16,7 +16,12 @@ pub(crate) fn rne(x: f32) -> f32 {
 #[inline]
 pub(crate) fn absmax(values: &[f32]) -> f32 {
     // Magnitudes order like their bit patterns, NaN above infinity: an integer maximum vectorises.
-    f32::from_bits(values.iter().map(|value| value.to_bits() & 0x7FFF_FFFF).fold(0, u32::max))
+    f32::from_bits(
+        values
+            .iter()
+            .map(|value| value.to_bits() & 0x7FFF_FFFF)
+            .fold(0, u32::max),
+    )
 }
 
 /// `scale` rounded to FP16: the stored word and its value.

@@ -87,14 +87,42 @@ impl KernelOptions {
         let pair = &dtype.default;
         let base = pair.name.split('@').next().unwrap_or_default();
         let refuse = |wrong: bool, option, needs| {
-            if wrong { Err(KernelOptionError { option, needs, got: pair.name.clone() }) } else { Ok(()) }
+            if wrong {
+                Err(KernelOptionError {
+                    option,
+                    needs,
+                    got: pair.name.clone(),
+                })
+            } else {
+                Ok(())
+            }
         };
-        refuse(self.original_int8 && base != "int8", "--use-original-int8-prefill-kernel", "int8")?;
-        refuse(self.original_nvfp4 && base != "nvfp4", "--use-original-nvfp4-prefill-kernel", "nvfp4")?;
+        refuse(
+            self.original_int8 && base != "int8",
+            "--use-original-int8-prefill-kernel",
+            "int8",
+        )?;
+        refuse(
+            self.original_nvfp4 && base != "nvfp4",
+            "--use-original-nvfp4-prefill-kernel",
+            "nvfp4",
+        )?;
         let integer = base == "int8" || base.starts_with("rk");
         refuse(self.fast_prefill && !integer, "--fast-prefill-kernel", "int8 or rk*")?;
-        let has_form = Forms::new(pair, KernelOptions { eight_bit_pv: EightBitPv::On, ..*self }, usize::MAX).p != PForm::F16;
-        refuse(self.eight_bit_pv == EightBitPv::On && !has_form, "--prefill-8bit-pv", "int8, nvfp4, k8v4, vq2 or k4v2")
+        let has_form = Forms::new(
+            pair,
+            KernelOptions {
+                eight_bit_pv: EightBitPv::On,
+                ..*self
+            },
+            usize::MAX,
+        )
+        .p != PForm::F16;
+        refuse(
+            self.eight_bit_pv == EightBitPv::On && !has_form,
+            "--prefill-8bit-pv",
+            "int8, nvfp4, k8v4, vq2 or k4v2",
+        )
     }
 }
 
@@ -174,8 +202,14 @@ pub fn attend(
 ) -> Vec<f32> {
     let (head_dim, kv_heads) = (store.k.head_dim(), store.k.kv_heads());
     let tokens = queries.len() / (heads * head_dim);
-    assert!(queries.len() == tokens * heads * head_dim && heads.is_multiple_of(kv_heads), "whole query rows");
-    assert!(store.k.tokens() >= first_position + tokens, "keys are appended before they are read");
+    assert!(
+        queries.len() == tokens * heads * head_dim && heads.is_multiple_of(kv_heads),
+        "whole query rows"
+    );
+    assert!(
+        store.k.tokens() >= first_position + tokens,
+        "keys are appended before they are read"
+    );
     let mut q = queries.to_vec();
     store.query_basis(&mut q);
     let forms = match (emulation, pair) {
@@ -183,27 +217,38 @@ pub fn attend(
         _ => None,
     };
     if let Some(forms) = forms {
-        q.par_chunks_exact_mut(head_dim).for_each(|row| query_form(forms.q, row));
+        q.par_chunks_exact_mut(head_dim)
+            .for_each(|row| query_form(forms.q, row));
     }
     let (k, v) = (store.k.read(), store.v.read());
-    let tiles = forms.filter(|forms| forms.p != PForm::F16).map(|_| ValueScales::new(&store.v, &v));
+    let tiles = forms
+        .filter(|forms| forms.p != PForm::F16)
+        .map(|_| ValueScales::new(&store.v, &v));
     let mut out = vec![0.0; q.len()];
-    let rows = Rows { k: &k, v: &v, kv_heads, head_dim };
-    out.par_chunks_exact_mut(head_dim).zip(q.par_chunks_exact(head_dim)).enumerate().for_each(|(index, (out, q))| {
-        let (position, head) = (first_position + index / heads, index % heads / (heads / kv_heads));
-        let scores = rows.scores(q, position, head);
-        match forms.map(|forms| forms.p) {
-            None => rows.exact_output(&scores, position, head, out),
-            Some(PForm::F16) => rows.f16_output(&scores, position, head, out),
-            Some(form) => {
-                let scales = tiles.as_ref().expect("scales are read for the 8-bit forms");
-                match form {
-                    PForm::U8 => rows.u8_output(&scores, position, head, scales, out),
-                    _ => rows.e4m3_output(&scores, position, head, scales, out),
+    let rows = Rows {
+        k: &k,
+        v: &v,
+        kv_heads,
+        head_dim,
+    };
+    out.par_chunks_exact_mut(head_dim)
+        .zip(q.par_chunks_exact(head_dim))
+        .enumerate()
+        .for_each(|(index, (out, q))| {
+            let (position, head) = (first_position + index / heads, index % heads / (heads / kv_heads));
+            let scores = rows.scores(q, position, head);
+            match forms.map(|forms| forms.p) {
+                None => rows.exact_output(&scores, position, head, out),
+                Some(PForm::F16) => rows.f16_output(&scores, position, head, out),
+                Some(form) => {
+                    let scales = tiles.as_ref().expect("scales are read for the 8-bit forms");
+                    match form {
+                        PForm::U8 => rows.u8_output(&scores, position, head, scales, out),
+                        _ => rows.e4m3_output(&scores, position, head, scales, out),
+                    }
                 }
             }
-        }
-    });
+        });
     store.output_basis(&mut out);
     out
 }
@@ -216,12 +261,15 @@ pub fn query_form(form: QForm, q: &mut [f32]) {
         QForm::Int8 => q.chunks_mut(64).for_each(|group| {
             let scale = absmax(group) / 127.0;
             let factor = if scale > 0.0 { 1.0 / scale } else { 0.0 };
-            group.iter_mut().for_each(|value| *value = rne(*value * factor).clamp(-127.0, 127.0) * scale);
+            group
+                .iter_mut()
+                .for_each(|value| *value = rne(*value * factor).clamp(-127.0, 127.0) * scale);
         }),
         QForm::E4m3 => {
             let scale = absmax(q) / 448.0;
             let factor = if scale > 0.0 { 1.0 / scale } else { 0.0 };
-            q.iter_mut().for_each(|value| *value = e4m3fn_to_f32(f32_to_e4m3fn(*value * factor)) * scale);
+            q.iter_mut()
+                .for_each(|value| *value = e4m3fn_to_f32(f32_to_e4m3fn(*value * factor)) * scale);
         }
         QForm::TwoTermNvfp4 => {
             // 2688 = 6 * 448: the largest magnitude becomes the largest product of code and scale.
@@ -232,7 +280,9 @@ pub fn query_form(form: QForm, q: &mut [f32]) {
             let rest: Vec<f32> = x.iter().zip(&first).map(|(x, first)| x - first).collect();
             let second = nvfp4_term(&rest);
             let down = largest / 2688.0;
-            q.iter_mut().zip(first.iter().zip(second)).for_each(|(q, (first, second))| *q = down * (first + second));
+            q.iter_mut()
+                .zip(first.iter().zip(second))
+                .for_each(|(q, (first, second))| *q = down * (first + second));
         }
     }
 }
@@ -242,7 +292,11 @@ fn nvfp4_term(v: &[f32]) -> Vec<f32> {
     let mut out = Vec::with_capacity(v.len());
     for group in v.chunks(16) {
         let scale = e4m3fn_to_f32(f32_to_e4m3fn((absmax(group) / 6.0).clamp(2f32.powi(-9), 448.0)));
-        out.extend(group.iter().map(|value| e2m1_to_f32(f32_to_e2m1(value / scale)) * scale));
+        out.extend(
+            group
+                .iter()
+                .map(|value| e2m1_to_f32(f32_to_e2m1(value / scale)) * scale),
+        );
     }
     out
 }
@@ -280,7 +334,10 @@ impl Scales {
                 _ => f16_to_f32(*word),
             }));
         }
-        Self { values, groups: plane.count }
+        Self {
+            values,
+            groups: plane.count,
+        }
     }
 }
 
@@ -324,7 +381,9 @@ impl Rows<'_> {
     /// `q . k_j / sqrt(D)` for keys `0..=position`.
     fn scores(&self, q: &[f32], position: usize, head: usize) -> Vec<f64> {
         let scale = 1.0 / (self.head_dim as f64).sqrt();
-        (0..=position).map(|key| dot(q, self.row(self.k, key, position, head)) * scale).collect()
+        (0..=position)
+            .map(|key| dot(q, self.row(self.k, key, position, head)) * scale)
+            .collect()
     }
 
     fn exact_output(&self, scores: &[f64], position: usize, head: usize, out: &mut [f32]) {
@@ -351,7 +410,9 @@ impl Rows<'_> {
                 sum += p;
                 let p = f64::from(f16_to_f32(f32_to_f16(p as f32)));
                 let v = self.row(self.v, tile * TILE + j, position, head);
-                acc.iter_mut().zip(v).for_each(|(acc, v)| *acc += p * f64::from(f16_to_f32(f32_to_f16(*v))));
+                acc.iter_mut()
+                    .zip(v)
+                    .for_each(|(acc, v)| *acc += p * f64::from(f16_to_f32(f32_to_f16(*v))));
             }
         }
         out.iter_mut().zip(acc).for_each(|(out, acc)| *out = (acc / sum) as f32);
@@ -386,7 +447,9 @@ impl Rows<'_> {
                     }
                     let v = &self.row(self.v, key(j), position, head)[group * GROUP..(group + 1) * GROUP];
                     let weight = f64::from(u / factor);
-                    acc.iter_mut().zip(v).for_each(|(acc, v)| *acc += weight * f64::from(rne(v / scale(j))));
+                    acc.iter_mut()
+                        .zip(v)
+                        .for_each(|(acc, v)| *acc += weight * f64::from(rne(v / scale(j))));
                 }
             }
         }
@@ -440,7 +503,11 @@ fn f16(x: f32) -> f32 {
 /// Largest FP16 value at or below a positive `x`.
 fn f16_round_down(x: f32) -> f32 {
     let word = f32_to_f16(x);
-    if f16_to_f32(word) > x { f16_to_f32(word - 1) } else { f16_to_f32(word) }
+    if f16_to_f32(word) > x {
+        f16_to_f32(word - 1)
+    } else {
+        f16_to_f32(word)
+    }
 }
 
 fn add_scaled(acc: &mut [f64], p: f64, v: &[f32]) {
@@ -451,7 +518,12 @@ fn add_scaled(acc: &mut [f64], p: f64, v: &[f32]) {
 fn dot(a: &[f32], b: &[f32]) -> f64 {
     let mut lanes = [0f64; 8];
     let (a8, b8) = (a.chunks_exact(8), b.chunks_exact(8));
-    let rest: f64 = a8.remainder().iter().zip(b8.remainder()).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+    let rest: f64 = a8
+        .remainder()
+        .iter()
+        .zip(b8.remainder())
+        .map(|(a, b)| f64::from(*a) * f64::from(*b))
+        .sum();
     for (a, b) in a8.zip(b8) {
         for l in 0..8 {
             lanes[l] += f64::from(a[l]) * f64::from(b[l]);

@@ -57,13 +57,17 @@ impl Basis {
 
     /// [`Basis::forward`] on the last dimension of a tensor, the same operations in the same order.
     pub fn forward_tensor<B: Backend, const D: usize>(self, rows: Tensor<B, D>) -> Tensor<B, D> {
-        let Some(n) = self.block(rows.dims()[D - 1]) else { return rows };
+        let Some(n) = self.block(rows.dims()[D - 1]) else {
+            return rows;
+        };
         hadamard_tensor(self.signed(rows), n)
     }
 
     /// [`Basis::inverse`] on the last dimension of a tensor.
     pub fn inverse_tensor<B: Backend, const D: usize>(self, rows: Tensor<B, D>) -> Tensor<B, D> {
-        let Some(n) = self.block(rows.dims()[D - 1]) else { return rows };
+        let Some(n) = self.block(rows.dims()[D - 1]) else {
+            return rows;
+        };
         self.signed(hadamard_tensor(rows, n))
     }
 
@@ -77,7 +81,9 @@ impl Basis {
     }
 
     fn signed<B: Backend, const D: usize>(self, rows: Tensor<B, D>) -> Tensor<B, D> {
-        let Basis::SignedHadamard { seed } = self else { return rows };
+        let Basis::SignedHadamard { seed } = self else {
+            return rows;
+        };
         let head_dim = rows.dims()[D - 1];
         let mut shape = [1; D];
         shape[D - 1] = head_dim;
@@ -152,7 +158,11 @@ mod tests {
                 x[column] = (n as f32).sqrt();
                 hadamard(&mut x);
                 for (row, value) in x.iter().enumerate() {
-                    let expected = if (row & column).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+                    let expected = if (row & column).count_ones() % 2 == 0 {
+                        1.0
+                    } else {
+                        -1.0
+                    };
                     assert_eq!(*value, expected, "H_{n}[{row}][{column}]");
                 }
             }
@@ -163,7 +173,12 @@ mod tests {
     fn every_basis_is_undone_by_its_inverse() {
         // Small integers: all sums are exact, so equality is exact.
         let row: Vec<f32> = (0..512).map(|i| ((i * 37 + 11) % 64) as f32 - 31.0).collect();
-        for basis in [Basis::Identity, Basis::Hadamard64, Basis::Hadamard256, Basis::SignedHadamard { seed: 7 }] {
+        for basis in [
+            Basis::Identity,
+            Basis::Hadamard64,
+            Basis::Hadamard256,
+            Basis::SignedHadamard { seed: 7 },
+        ] {
             let mut rows = row.clone();
             basis.forward(&mut rows, 256);
             assert_eq!(rows == row, basis == Basis::Identity);

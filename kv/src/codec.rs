@@ -140,7 +140,10 @@ pub struct OnTensors<B, C> {
 impl<B: Backend, C: TensorCodec<B>> OnTensors<B, C> {
     /// Wraps a codec.
     pub const fn new(codec: C) -> Self {
-        Self { codec, backend: PhantomData }
+        Self {
+            codec,
+            backend: PhantomData,
+        }
     }
 }
 
@@ -167,14 +170,22 @@ impl<B: Backend, C: TensorCodec<B>> HostCodec for OnTensors<B, C> {
         let shape = [self.block_tokens(), 1, rows.len() / self.block_tokens()];
         let rows = Tensor::<B, 3>::from_data(TensorData::new(rows.to_vec(), shape), &B::Device::default());
         let stored = self.codec.store(rows).into_data();
-        entries.iter_mut().zip(stored.iter::<i64>()).for_each(|(entry, word)| *entry = word as u16);
+        entries
+            .iter_mut()
+            .zip(stored.iter::<i64>())
+            .for_each(|(entry, word)| *entry = word as u16);
     }
 
     fn decode(&self, entries: &[u16], rows: &mut [f32]) {
         let words: Vec<i32> = entries.iter().map(|word| i32::from(*word)).collect();
         let words = TensorData::new(words, [1, 1, entries.len()]).convert::<B::IntElem>();
-        let loaded = self.codec.load(Tensor::from_data(words, &B::Device::default())).into_data();
-        rows.iter_mut().zip(loaded.iter::<f32>()).for_each(|(value, loaded)| *value = loaded);
+        let loaded = self
+            .codec
+            .load(Tensor::from_data(words, &B::Device::default()))
+            .into_data();
+        rows.iter_mut()
+            .zip(loaded.iter::<f32>())
+            .for_each(|(value, loaded)| *value = loaded);
     }
 }
 
@@ -222,18 +233,20 @@ pub fn decode_rows(codec: &dyn HostCodec, packed: &[u8], kv_heads: usize, head_d
     let block_bytes = kv_heads * layout.bytes();
     assert!(packed.len().is_multiple_of(block_bytes), "whole packed blocks");
     let mut rows = vec![0.0; packed.len() / block_bytes * block * kv_heads * head_dim];
-    rows.par_chunks_exact_mut(block * kv_heads * head_dim).zip(packed.par_chunks_exact(block_bytes)).for_each_init(
-        || (vec![0.0; block * head_dim], vec![0; layout.entries()]),
-        |(decoded, entries), (rows, packed)| {
-            for (head, bytes) in packed.chunks_exact(layout.bytes()).enumerate() {
-                layout.unpack(bytes, entries);
-                codec.decode(entries, decoded);
-                for (t, row) in decoded.chunks_exact(head_dim).enumerate() {
-                    let at = (t * kv_heads + head) * head_dim;
-                    rows[at..at + head_dim].copy_from_slice(row);
+    rows.par_chunks_exact_mut(block * kv_heads * head_dim)
+        .zip(packed.par_chunks_exact(block_bytes))
+        .for_each_init(
+            || (vec![0.0; block * head_dim], vec![0; layout.entries()]),
+            |(decoded, entries), (rows, packed)| {
+                for (head, bytes) in packed.chunks_exact(layout.bytes()).enumerate() {
+                    layout.unpack(bytes, entries);
+                    codec.decode(entries, decoded);
+                    for (t, row) in decoded.chunks_exact(head_dim).enumerate() {
+                        let at = (t * kv_heads + head) * head_dim;
+                        rows[at..at + head_dim].copy_from_slice(row);
+                    }
                 }
-            }
-        },
-    );
+            },
+        );
     rows
 }

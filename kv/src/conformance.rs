@@ -64,7 +64,11 @@ pub fn gaussian(seed: u64, values: usize) -> Vec<f32> {
 /// Rows of `head_dim` values that sit on the edges of the formats: zeros of both signs, one-hot rows, equal magnitudes,
 /// ties, subnormal and very large values, FP16 scale under- and overflow, mixed exponents, infinities and NaN.
 pub fn adversarial(head_dim: usize) -> Vec<Vec<f32>> {
-    let fill = |f: &dyn Fn(usize) -> f32| (0..head_dim).map(|i| bf16::from_f32(f(i)).to_f32()).collect::<Vec<f32>>();
+    let fill = |f: &dyn Fn(usize) -> f32| {
+        (0..head_dim)
+            .map(|i| bf16::from_f32(f(i)).to_f32())
+            .collect::<Vec<f32>>()
+    };
     let one_hot = |at: usize, value: f32| fill(&|i| if i == at { value } else { 0.0 });
     let alternate = |value: f32| fill(&|i| if i % 2 == 0 { value } else { -value });
     let mut rows = vec![
@@ -79,7 +83,9 @@ pub fn adversarial(head_dim: usize) -> Vec<Vec<f32>> {
         fill(&|i| 2f32.powi(i as i32 % 40 - 20)),
         fill(&|i| if i < 16 { 0.0 } else { 1.0 + i as f32 }),
     ];
-    for exponent in [-140, -126, -60, -40, -31, -26, -25, -24, -18, -14, -9, 0, 8, 15, 16, 22, 23, 40, 60, 120] {
+    for exponent in [
+        -140, -126, -60, -40, -31, -26, -25, -24, -18, -14, -9, 0, 8, 15, 16, 22, 23, 40, 60, 120,
+    ] {
         rows.push(alternate(2f32.powi(exponent)));
         rows.push(fill(&|i| 127.0 * 2f32.powi(exponent) * (i as f32 - 100.0) / 128.0));
     }
@@ -94,11 +100,19 @@ pub fn adversarial(head_dim: usize) -> Vec<Vec<f32>> {
 /// Bits per value derived from the planes equal `bits`, and no plane ends inside a byte.
 pub fn packed_size(codec: &dyn HostCodec, head_dim: usize, bits: f64) {
     let layout = codec.layout(head_dim);
-    assert_eq!(8 * layout.bytes(), layout.bits(), "a plane ends inside a byte: {layout:?}");
+    assert_eq!(
+        8 * layout.bytes(),
+        layout.bits(),
+        "a plane ends inside a byte: {layout:?}"
+    );
     assert_eq!(bits_per_value(codec, head_dim), bits, "bits per value of {codec:?}");
     let rows = gaussian(1, 2 * codec.block_tokens() * HEADS * head_dim);
     let packed = encode_rows(codec, &rows, HEADS, head_dim);
-    assert_eq!(packed.len() as f64 * 8.0, bits * rows.len() as f64, "packed bytes of {codec:?}");
+    assert_eq!(
+        packed.len() as f64 * 8.0,
+        bits * rows.len() as f64,
+        "packed bytes of {codec:?}"
+    );
 }
 
 /// Error of encoding and decoding rows `[tokens, head_dim]` of one head, in the model's basis.
@@ -128,18 +142,32 @@ pub fn round_trip_error(codec: &dyn HostCodec, rows: &[f32], head_dim: usize) ->
         (errors, energy, worst) = (errors + error, energy + square, worst.max((error / square).sqrt()));
         cosine += dot(x, y) / (square * dot(y, y)).sqrt();
         let largest = x.iter().fold(0f32, |largest, value| largest.max(value.abs()));
-        max = x.iter().zip(y).fold(max, |max, (x, y)| max.max(f64::from((x - y).abs() / largest)));
+        max = x
+            .iter()
+            .zip(y)
+            .fold(max, |max, (x, y)| max.max(f64::from((x - y).abs() / largest)));
     }
     let relative = (errors / energy).sqrt();
-    RoundTripError { relative, worst, cosine: cosine / (rows.len() / head_dim) as f64, max }
+    RoundTripError {
+        relative,
+        worst,
+        cosine: cosine / (rows.len() / head_dim) as f64,
+        max,
+    }
 }
 
 /// The relative error on Gaussian rows is at most `error`, for rows of three magnitudes.
 pub fn gaussian_error(codec: &dyn HostCodec, head_dim: usize, error: f64, seed: u64) {
     for magnitude in [0.25, 1.0, 16.0] {
-        let rows: Vec<f32> = gaussian(seed, 64 * codec.block_tokens() * head_dim).iter().map(|x| x * magnitude).collect();
+        let rows: Vec<f32> = gaussian(seed, 64 * codec.block_tokens() * head_dim)
+            .iter()
+            .map(|x| x * magnitude)
+            .collect();
         let measured = round_trip_error(codec, &rows, head_dim).relative;
-        assert!(measured <= error, "relative error {measured} of {codec:?} on Gaussian rows times {magnitude}");
+        assert!(
+            measured <= error,
+            "relative error {measured} of {codec:?} on Gaussian rows times {magnitude}"
+        );
     }
 }
 
@@ -148,7 +176,10 @@ pub fn zero_rows(codec: &dyn HostCodec, head_dim: usize) {
     for zero in [0.0, -0.0] {
         let rows = vec![zero; codec.block_tokens() * HEADS * head_dim];
         let back = decode_rows(codec, &encode_rows(codec, &rows, HEADS, head_dim), HEADS, head_dim);
-        assert!(back.iter().all(|value| *value == 0.0), "a zero row of {codec:?} decodes to something else");
+        assert!(
+            back.iter().all(|value| *value == 0.0),
+            "a zero row of {codec:?} decodes to something else"
+        );
     }
 }
 
@@ -163,7 +194,11 @@ pub fn non_finite_rows(codec: &dyn HostCodec, head_dim: usize) {
         let mut rows = clean.clone();
         rows[at] = bad;
         let packed = encode_rows(codec, &rows, HEADS, head_dim);
-        assert_eq!(packed, encode_rows(codec, &rows, HEADS, head_dim), "encoding of {bad} is not deterministic");
+        assert_eq!(
+            packed,
+            encode_rows(codec, &rows, HEADS, head_dim),
+            "encoding of {bad} is not deterministic"
+        );
         let back = decode_rows(codec, &packed, HEADS, head_dim);
         let mut spoiled = 0;
         for (index, (got, want)) in back.iter().zip(&expected).enumerate() {
@@ -183,7 +218,10 @@ pub fn every_code(codec: &dyn HostCodec, head_dim: usize) {
     let layout = codec.layout(head_dim);
     let mut random = Random(11);
     let mut entries = vec![0; layout.entries()];
-    let (mut once, mut twice) = (vec![0.0; codec.block_tokens() * head_dim], vec![0.0; codec.block_tokens() * head_dim]);
+    let (mut once, mut twice) = (
+        vec![0.0; codec.block_tokens() * head_dim],
+        vec![0.0; codec.block_tokens() * head_dim],
+    );
     let mut first = 0;
     for plane in &layout.0 {
         for code in 0..1u32 << plane.bits {
@@ -195,12 +233,20 @@ pub fn every_code(codec: &dyn HostCodec, head_dim: usize) {
             entries[first..first + plane.count].fill(code as u16);
             codec.decode(&entries, &mut once);
             codec.decode(&entries, &mut twice);
-            assert!(once.iter().zip(&twice).all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()));
+            assert!(
+                once.iter()
+                    .zip(&twice)
+                    .all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan())
+            );
             let mut bytes = vec![0; layout.bytes()];
             layout.pack(&entries, &mut bytes);
             let mut back = vec![0; entries.len()];
             layout.unpack(&bytes, &mut back);
-            assert_eq!(entries, back, "code {code} of plane {} does not survive packing", plane.name);
+            assert_eq!(
+                entries, back,
+                "code {code} of plane {} does not survive packing",
+                plane.name
+            );
         }
         first += plane.count;
     }
@@ -219,7 +265,11 @@ pub fn independence(codec: &dyn HostCodec, rows: &[f32], head_dim: usize) {
                 rows[at..at + head_dim].to_vec()
             })
             .collect();
-        assert_eq!(encode_rows(codec, &rows, 1, head_dim), alone, "block {b} of head {head} depends on others");
+        assert_eq!(
+            encode_rows(codec, &rows, 1, head_dim),
+            alone,
+            "block {b} of head {head} depends on others"
+        );
     }
 }
 
@@ -230,7 +280,11 @@ pub fn pass_invariance(codec: Arc<dyn HostCodec>, rows: &[f32], head_dim: usize,
     let all = whole.read();
     let token = HEADS * head_dim;
     let mut split = SideStore::new(codec, true, HEADS, head_dim);
-    let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan());
+    let same = |a: &[f32], b: &[f32]| {
+        a.iter()
+            .zip(b)
+            .all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan())
+    };
     for part in rows.chunks(pass * token) {
         let first_query = split.tokens();
         split.append(part);
@@ -240,9 +294,15 @@ pub fn pass_invariance(codec: Arc<dyn HostCodec>, rows: &[f32], head_dim: usize,
                 let at = key * token..(key + 1) * token;
                 match (&read.exact, &all.exact) {
                     (Some(exact), Some(all)) if exact.reads(key, query) => {
-                        assert!(same(&exact.rows[at.clone()], &all.rows[at]), "exact copy of key {key}, query {query}");
+                        assert!(
+                            same(&exact.rows[at.clone()], &all.rows[at]),
+                            "exact copy of key {key}, query {query}"
+                        );
                     }
-                    _ => assert!(same(&read.coded[at.clone()], &all.coded[at]), "codes of key {key}, query {query}"),
+                    _ => assert!(
+                        same(&read.coded[at.clone()], &all.coded[at]),
+                        "codes of key {key}, query {query}"
+                    ),
                 }
             }
         }
@@ -257,7 +317,8 @@ pub fn tensor_equals_host<B: Backend>(codec: &dyn HostCodec, tensors: &dyn Tenso
     let (layout, block) = (codec.layout(head_dim), codec.block_tokens());
     let mut rows = gaussian(seed, 37 * head_dim);
     let mut random = Random(seed ^ 0xA5A5);
-    rows.iter_mut().for_each(|value| *value = bf16::from_f32(*value * 2f32.powi((random.bits() % 5) as i32)).to_f32());
+    rows.iter_mut()
+        .for_each(|value| *value = bf16::from_f32(*value * 2f32.powi((random.bits() % 5) as i32)).to_f32());
     rows.extend(adversarial(head_dim).into_iter().flatten());
     rows.resize(rows.len().next_multiple_of(block * head_dim), 0.5);
     codec.basis().forward(&mut rows, head_dim);
@@ -265,14 +326,21 @@ pub fn tensor_equals_host<B: Backend>(codec: &dyn HostCodec, tensors: &dyn Tenso
 
     // One head: blocks are consecutive rows.
     let mut expected = vec![0u16; blocks * layout.entries()];
-    for (rows, entries) in rows.chunks_exact(block * head_dim).zip(expected.chunks_exact_mut(layout.entries())) {
+    for (rows, entries) in rows
+        .chunks_exact(block * head_dim)
+        .zip(expected.chunks_exact_mut(layout.entries()))
+    {
         codec.encode(rows, entries);
     }
     let shape = [blocks * block, 1, head_dim];
     let tensor = Tensor::<B, 3>::from_data(TensorData::new(rows.clone(), shape), &device);
     let stored = tensors.store(tensor);
     assert_eq!(stored.dims(), [blocks, 1, layout.entries()]);
-    let stored: Vec<u16> = stored.into_data().iter::<i64>().map(|word| u16::try_from(word).expect("an entry")).collect();
+    let stored: Vec<u16> = stored
+        .into_data()
+        .iter::<i64>()
+        .map(|word| u16::try_from(word).expect("an entry"))
+        .collect();
 
     let mut random_entries = Vec::new();
     for _ in 0..200 {
@@ -283,16 +351,30 @@ pub fn tensor_equals_host<B: Backend>(codec: &dyn HostCodec, tensors: &dyn Tenso
     let decode = |entries: &[u16]| -> Vec<f32> {
         let mut out = vec![0.0; entries.len() / layout.entries() * block * head_dim];
         let rows = out.chunks_exact_mut(block * head_dim);
-        entries.chunks_exact(layout.entries()).zip(rows).for_each(|(entries, row)| codec.decode(entries, row));
+        entries
+            .chunks_exact(layout.entries())
+            .zip(rows)
+            .for_each(|(entries, row)| codec.decode(entries, row));
         out
     };
     let host = decode(&expected);
-    for (b, (got, want)) in stored.chunks_exact(layout.entries()).zip(expected.chunks_exact(layout.entries())).enumerate() {
+    for (b, (got, want)) in stored
+        .chunks_exact(layout.entries())
+        .zip(expected.chunks_exact(layout.entries()))
+        .enumerate()
+    {
         let decoded = &host[b * block * head_dim..(b + 1) * block * head_dim];
         if got != want && decoded.iter().any(|value| *value != 0.0) {
-            let at = got.iter().zip(want).position(|(got, want)| got != want).expect("a difference");
+            let at = got
+                .iter()
+                .zip(want)
+                .position(|(got, want)| got != want)
+                .expect("a difference");
             let row = &rows[b * block * head_dim..(b + 1) * block * head_dim];
-            panic!("{codec:?} row {b}: entry {at} is {} in tensors, {} on the host; row {row:?}", got[at], want[at]);
+            panic!(
+                "{codec:?} row {b}: entry {at} is {} in tensors, {} on the host; row {row:?}",
+                got[at], want[at]
+            );
         }
     }
     for entries in [&expected, &random_entries] {
@@ -303,8 +385,12 @@ pub fn tensor_equals_host<B: Backend>(codec: &dyn HostCodec, tensors: &dyn Tenso
         assert_eq!(loaded.dims(), [blocks * block, 1, head_dim]);
         let loaded: Vec<f32> = loaded.into_data().iter::<f32>().collect();
         for (at, (got, want)) in loaded.iter().zip(decode(entries)).enumerate() {
-            let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()) || (*got == 0.0 && want == 0.0);
-            assert!(same, "{codec:?} decoded value {at}: {got} in tensors, {want} on the host");
+            let same =
+                got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()) || (*got == 0.0 && want == 0.0);
+            assert!(
+                same,
+                "{codec:?} decoded value {at}: {got} in tensors, {want} on the host"
+            );
         }
     }
 }

@@ -59,7 +59,11 @@ impl Layout {
     /// # Panics
     /// When a slice does not have the length of this layout: a programming error, never a property of the data.
     pub fn pack(&self, entries: &[u16], bytes: &mut [u8]) {
-        assert_eq!((entries.len(), bytes.len()), (self.entries(), self.bytes()), "entries and bytes of one block");
+        assert_eq!(
+            (entries.len(), bytes.len()),
+            (self.entries(), self.bytes()),
+            "entries and bytes of one block"
+        );
         let (mut entries, mut bytes) = (entries, bytes);
         for plane in &self.0 {
             let (these, rest) = entries.split_at(plane.count);
@@ -74,7 +78,11 @@ impl Layout {
     /// # Panics
     /// As [`Layout::pack`].
     pub fn unpack(&self, bytes: &[u8], entries: &mut [u16]) {
-        assert_eq!((entries.len(), bytes.len()), (self.entries(), self.bytes()), "entries and bytes of one block");
+        assert_eq!(
+            (entries.len(), bytes.len()),
+            (self.entries(), self.bytes()),
+            "entries and bytes of one block"
+        );
         let (mut entries, mut bytes) = (entries, bytes);
         for plane in &self.0 {
             let (these, rest) = entries.split_at_mut(plane.count);
@@ -92,8 +100,14 @@ fn pack_bits(entries: &[u16], bits: u32, bytes: &mut [u8]) {
                 *byte = (pair[0] & 15) as u8 | (pair[1] << 4) as u8;
             }
         }
-        8 => bytes.iter_mut().zip(entries).for_each(|(byte, &entry)| *byte = entry as u8),
-        16 => bytes.chunks_exact_mut(2).zip(entries).for_each(|(pair, entry)| pair.copy_from_slice(&entry.to_le_bytes())),
+        8 => bytes
+            .iter_mut()
+            .zip(entries)
+            .for_each(|(byte, &entry)| *byte = entry as u8),
+        16 => bytes
+            .chunks_exact_mut(2)
+            .zip(entries)
+            .for_each(|(pair, entry)| pair.copy_from_slice(&entry.to_le_bytes())),
         _ => pack_bits_reference(entries, bits, bytes),
     }
 }
@@ -105,7 +119,10 @@ fn unpack_bits(bytes: &[u8], bits: u32, entries: &mut [u16]) {
                 (pair[0], pair[1]) = (u16::from(byte & 15), u16::from(byte >> 4));
             }
         }
-        8 => entries.iter_mut().zip(bytes).for_each(|(entry, &byte)| *entry = u16::from(byte)),
+        8 => entries
+            .iter_mut()
+            .zip(bytes)
+            .for_each(|(entry, &byte)| *entry = u16::from(byte)),
         16 => {
             let words = bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
             entries.iter_mut().zip(words).for_each(|(entry, word)| *entry = word);

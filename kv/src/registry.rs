@@ -114,7 +114,9 @@ pub fn variants() -> impl Iterator<Item = &'static Variant> {
 /// [`KvError::UnknownCodec`] with the accepted names.
 pub fn find(name: &str) -> Result<&'static Variant, KvError> {
     let matches = |variant: &&Variant| variant.name == name || variant.name.split('@').next() == Some(name);
-    variants().find(matches).ok_or_else(|| KvError::UnknownCodec { name: name.into() })
+    variants()
+        .find(matches)
+        .ok_or_else(|| KvError::UnknownCodec { name: name.into() })
 }
 
 /// Accepted codec names, for messages and help texts.
@@ -184,7 +186,12 @@ pub struct KvPair {
 
 impl From<&Variant> for KvPair {
     fn from(variant: &Variant) -> Self {
-        Self { name: variant.name.into(), recorded: variant.recorded.into(), k: variant.k, v: variant.v }
+        Self {
+            name: variant.name.into(),
+            recorded: variant.recorded.into(),
+            k: variant.k,
+            v: variant.v,
+        }
     }
 }
 
@@ -246,7 +253,9 @@ impl std::str::FromStr for KvDtype {
         let default = items.next().unwrap_or_default().parse()?;
         let mut layers = BTreeMap::new();
         for item in items {
-            let wrong = || KvError::LayerEntry { item: item.trim().into() };
+            let wrong = || KvError::LayerEntry {
+                item: item.trim().into(),
+            };
             let (ranges, codec) = item.split_once('=').ok_or_else(wrong)?;
             let pair: KvPair = codec.parse()?;
             for range in ranges.split(',') {
@@ -286,13 +295,20 @@ impl KvDtype {
     /// When the table names another layer, or a codec cannot store rows of `head_dim` values.
     pub fn check(&self, attention: &[usize], head_dim: usize) -> Result<(), KvError> {
         if let Some(layer) = self.layers.keys().find(|layer| !attention.contains(layer)) {
-            return Err(KvError::NoCache { layer: *layer, attention: attention.to_vec() });
+            return Err(KvError::NoCache {
+                layer: *layer,
+                attention: attention.to_vec(),
+            });
         }
         for pair in attention.iter().map(|layer| self.layer(*layer)) {
             for spec in [pair.k.spec(), pair.v.spec()] {
                 if !spec.supports(head_dim) || !spec.basis().supports(head_dim) {
                     let codec = pair.name.clone();
-                    return Err(KvError::HeadDim { codec, head_dim, expected: crate::codec::HEAD_DIM });
+                    return Err(KvError::HeadDim {
+                        codec,
+                        head_dim,
+                        expected: crate::codec::HEAD_DIM,
+                    });
                 }
             }
         }
@@ -312,11 +328,16 @@ impl KvDtype {
 
     /// Stored bytes per token over the layers `attention`, exact copies not counted.
     pub fn bytes_per_token(&self, attention: &[usize], kv_heads: usize, head_dim: usize) -> f64 {
-        attention.iter().map(|layer| self.layer(*layer).bytes_per_token_and_head(head_dim) * kv_heads as f64).sum()
+        attention
+            .iter()
+            .map(|layer| self.layer(*layer).bytes_per_token_and_head(head_dim) * kv_heads as f64)
+            .sum()
     }
 
     fn write_with<'a>(&'a self, f: &mut fmt::Formatter<'_>, name: impl Fn(&'a KvPair) -> &'a str) -> fmt::Result {
         f.write_str(name(&self.default))?;
-        self.layers.iter().try_for_each(|(layer, pair)| write!(f, ";{layer}={}", name(pair)))
+        self.layers
+            .iter()
+            .try_for_each(|(layer, pair)| write!(f, ";{layer}={}", name(pair)))
     }
 }

@@ -66,7 +66,18 @@ impl SideStore {
         let window = codec.window().filter(|_| keep).map(|rule| (rule, rule.copy.host()));
         let recent_from = window.as_ref().map_or(0, |(window, _)| window.sinks);
         let (packed, pending, sinks, recent) = Default::default();
-        Self { codec, window, kv_heads, head_dim, tokens: 0, packed, pending, sinks, recent, recent_from }
+        Self {
+            codec,
+            window,
+            kv_heads,
+            head_dim,
+            tokens: 0,
+            packed,
+            pending,
+            sinks,
+            recent,
+            recent_from,
+        }
     }
 
     /// What is stored.
@@ -132,7 +143,12 @@ impl SideStore {
         }
         self.pending.extend_from_slice(&rows);
         let complete = self.pending.len() / (block * token_values) * block * token_values;
-        self.packed.extend(encode_rows(&*self.codec, &self.pending[..complete], self.kv_heads, self.head_dim));
+        self.packed.extend(encode_rows(
+            &*self.codec,
+            &self.pending[..complete],
+            self.kv_heads,
+            self.head_dim,
+        ));
         self.pending.drain(..complete);
         self.tokens += appended;
     }
@@ -149,7 +165,11 @@ impl SideStore {
             let recent = decode_rows(&**copy, &self.recent, self.kv_heads, self.head_dim);
             let at = rows.len() - recent.len();
             rows[at..].copy_from_slice(&recent);
-            ExactRows { rows, window: *window, block: self.codec.block_tokens() }
+            ExactRows {
+                rows,
+                window: *window,
+                block: self.codec.block_tokens(),
+            }
         });
         ReadRows { coded, exact }
     }
@@ -178,7 +198,10 @@ impl LayerStore {
         kv_heads: usize,
         head_dim: usize,
     ) -> Self {
-        Self { k: SideStore::new(k, window, kv_heads, head_dim), v: SideStore::new(v, window, kv_heads, head_dim) }
+        Self {
+            k: SideStore::new(k, window, kv_heads, head_dim),
+            v: SideStore::new(v, window, kv_heads, head_dim),
+        }
     }
 
     /// Takes query rows into the basis of the keys.

@@ -101,7 +101,10 @@ pub fn with_sign_bit<B: Backend, const D: usize>(
 
 /// The sign bit of values that are not NaN: only a negative zero has reciprocal minus infinity.
 fn is_negative<B: Backend, const D: usize>(values: &Tensor<B, D>) -> Tensor<B, D, Bool> {
-    let negative_zero = values.clone().equal_elem(0.0).bool_and(reciprocal(values.clone()).lower_elem(0.0));
+    let negative_zero = values
+        .clone()
+        .equal_elem(0.0)
+        .bool_and(reciprocal(values.clone()).lower_elem(0.0));
     values.clone().lower_elem(0.0).bool_or(negative_zero)
 }
 
@@ -129,7 +132,9 @@ pub fn decode_f16<B: Backend, const D: usize>(words: Tensor<B, D, Int>) -> Tenso
     let magnitude = (significand * pow2(exponent.clamp_min(1) - 25))
         .mask_fill(special.clone(), f32::INFINITY)
         .mask_fill(special.bool_and(fraction.greater_elem(0.0)), f32::NAN);
-    magnitude.clone().mask_where(words.greater_equal_elem(1 << 15), -magnitude)
+    magnitude
+        .clone()
+        .mask_where(words.greater_equal_elem(1 << 15), -magnitude)
 }
 
 /// E4M3FN words, saturating; NaN gives the positive NaN word.
@@ -163,27 +168,42 @@ pub fn decode_e2m1<B: Backend, const D: usize>(words: Tensor<B, D, Int>) -> Tens
 /// Number of thresholds strictly below each value.
 pub fn count_above<B: Backend, const D: usize>(x: Tensor<B, D>, thresholds: &[f32]) -> Tensor<B, D, Int> {
     let above = |threshold: &f32| x.clone().greater_elem(*threshold).int();
-    thresholds.iter().map(above).reduce(|a, b| a + b).expect("at least one threshold")
+    thresholds
+        .iter()
+        .map(above)
+        .reduce(|a, b| a + b)
+        .expect("at least one threshold")
 }
 
 /// Number of thresholds at or below each value.
 pub fn count_at_least<B: Backend, const D: usize>(x: Tensor<B, D>, thresholds: &[f32]) -> Tensor<B, D, Int> {
     let reached = |threshold: &f32| x.clone().greater_equal_elem(*threshold).int();
-    thresholds.iter().map(reached).reduce(|a, b| a + b).expect("at least one threshold")
+    thresholds
+        .iter()
+        .map(reached)
+        .reduce(|a, b| a + b)
+        .expect("at least one threshold")
 }
 
 /// Sum over the last dimension in index order, `[.., n]` to `[..]`.
 pub fn sum_in_order<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
     let terms = (0..x.dims()[3]).map(|i| x.clone().narrow(3, i, 1));
-    terms.reduce(|sum, term| sum + term).expect("at least one term").squeeze_dim(3)
+    terms
+        .reduce(|sum, term| sum + term)
+        .expect("at least one term")
+        .squeeze_dim(3)
 }
 
 /// Index of the smallest value of each row, the first on a tie: `[rows, n]` to `[rows, 1]`.
 pub fn first_argmin<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 2, Int> {
     let [rows, n] = x.dims();
     let smallest = x.clone().min_dim(1);
-    let index = Tensor::<B, 1, Int>::arange(0..n as i64, &x.device()).unsqueeze::<2>().expand([rows, n]);
-    index.mask_fill(x.equal(smallest.expand([rows, n])).bool_not(), n as i64).min_dim(1)
+    let index = Tensor::<B, 1, Int>::arange(0..n as i64, &x.device())
+        .unsqueeze::<2>()
+        .expand([rows, n]);
+    index
+        .mask_fill(x.equal(smallest.expand([rows, n])).bool_not(), n as i64)
+        .min_dim(1)
 }
 
 /// Sum of a power-of-two number of columns: column l takes column l + half, half = n/2, .., 1. `[rows, n]` to `[rows, 1]`.
@@ -260,5 +280,8 @@ pub fn unbiased_scale<B: Backend>(energy: Tensor<B, 2>, projection: Tensor<B, 2>
 
 /// Cuts entries `[blocks, kv_heads, n + m]` into planes of `n` and `m`.
 pub fn split_entries<B: Backend>(entries: Tensor<B, 3, Int>, counts: [usize; 2]) -> [Tensor<B, 3, Int>; 2] {
-    [entries.clone().narrow(2, 0, counts[0]), entries.narrow(2, counts[0], counts[1])]
+    [
+        entries.clone().narrow(2, 0, counts[0]),
+        entries.narrow(2, counts[0], counts[1]),
+    ]
 }

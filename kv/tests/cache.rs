@@ -30,7 +30,10 @@ fn run(pair: &KvPair, data: &Data, pass: usize, window: bool, emulation: Emulati
     let mut store = LayerStore::new(pair, window, KV_HEADS, DIM);
     let mut out = Vec::new();
     let passes = data.q.chunks(pass * HEADS * DIM);
-    let rows = data.k.chunks(pass * KV_HEADS * DIM).zip(data.v.chunks(pass * KV_HEADS * DIM));
+    let rows = data
+        .k
+        .chunks(pass * KV_HEADS * DIM)
+        .zip(data.v.chunks(pass * KV_HEADS * DIM));
     for (q, (k, v)) in passes.zip(rows) {
         let first = store.k.tokens();
         store.k.append(k);
@@ -52,9 +55,8 @@ fn plain_attention(data: &Data, tokens: usize) -> Vec<f32> {
     for t in 0..tokens {
         for h in 0..HEADS {
             let q = &data.q[(t * HEADS + h) * DIM..][..DIM];
-            let row = |rows: &[f32], j: usize, d: usize| {
-                f64::from(rows[(j * KV_HEADS + h / (HEADS / KV_HEADS)) * DIM + d])
-            };
+            let row =
+                |rows: &[f32], j: usize, d: usize| f64::from(rows[(j * KV_HEADS + h / (HEADS / KV_HEADS)) * DIM + d]);
             let score = |j: usize| (0..DIM).map(|d| f64::from(q[d]) * row(&data.k, j, d)).sum::<f64>() / 16.0;
             let weights: Vec<f64> = (0..=t).map(|j| score(j).exp()).collect();
             let sum: f64 = weights.iter().sum();
@@ -76,7 +78,13 @@ fn rotated_caches_give_unrotated_attention_up_to_their_error() {
     let data = data(37);
     let exact = plain_attention(&data, 37);
     // An output left in the rotated basis would be off by about sqrt 2.
-    for (name, bound) in [("int8", 0.02), ("int8@plain", 0.02), ("fp8", 0.08), ("nvfp4", 0.2), ("rk8v4@a", 0.2)] {
+    for (name, bound) in [
+        ("int8", 0.02),
+        ("int8@plain", 0.02),
+        ("fp8", 0.08),
+        ("nvfp4", 0.2),
+        ("rk8v4@a", 0.2),
+    ] {
         let (out, _) = run(&name.parse().unwrap(), &data, 37, true, Emulation::Format);
         let error = relative(&out, &exact);
         assert!(error > 1e-4 && error < bound, "{name}: {error}");
@@ -116,7 +124,11 @@ fn a_second_run_gives_the_same_bits() {
             let bits = |out: Vec<f32>| out.into_iter().map(f32::to_bits).collect::<Vec<_>>();
             let runs = [0, 1].map(|_| bits(run(&pair, &data, 64, true, emulation).0));
             assert_eq!(runs[0], runs[1], "{}", pair.name);
-            assert!(runs[0].iter().all(|word| f32::from_bits(*word).is_finite()), "{}", pair.name);
+            assert!(
+                runs[0].iter().all(|word| f32::from_bits(*word).is_finite()),
+                "{}",
+                pair.name
+            );
         }
     }
 }
@@ -158,7 +170,10 @@ fn every_column_is_read_from_its_own_row() {
             let out = attend(&store, None, &q, HEADS, tokens - 1, Emulation::Format);
             for head in 0..HEADS {
                 let expected = &v[(j * KV_HEADS + head / 2) * DIM..][..DIM];
-                assert!(relative(&out[head * DIM..(head + 1) * DIM], expected) < 0.13, "{name}, column {j}");
+                assert!(
+                    relative(&out[head * DIM..(head + 1) * DIM], expected) < 0.13,
+                    "{name}, column {j}"
+                );
             }
         }
     }
@@ -178,16 +193,28 @@ fn the_exact_window_is_the_first_64_keys_and_768_before_the_query() {
         let exact: usize = queries.clone().map(|q| if q <= 832 { q + 1 } else { 833 }).sum();
         exact as f64 / queries.map(|q| q + 1).sum::<usize>() as f64
     };
-    for (queries, published) in
-        [(0..4096, 0.365), (2048..4096, 0.271), (0..8192, 0.193), (0..65_536, 0.025), (32_768..65_536, 0.017)]
-    {
-        assert!((share(queries.clone()) - published).abs() < 5e-4 + 1e-9, "{queries:?}: {}", share(queries.clone()));
+    for (queries, published) in [
+        (0..4096, 0.365),
+        (2048..4096, 0.271),
+        (0..8192, 0.193),
+        (0..65_536, 0.025),
+        (32_768..65_536, 0.017),
+    ] {
+        assert!(
+            (share(queries.clone()) - published).abs() < 5e-4 + 1e-9,
+            "{queries:?}: {}",
+            share(queries.clone())
+        );
     }
 }
 
 #[test]
 fn blocks_of_tokens_stay_exact_until_they_are_complete_and_old() {
-    let window = Window { sinks: 0, recent: 96, ..vq2::WINDOW };
+    let window = Window {
+        sinks: 0,
+        recent: 96,
+        ..vq2::WINDOW
+    };
     for query in 0..400usize {
         for key in 0..=query {
             let complete_and_old = query >= (key / 32 + 1) * 32 + 96;
@@ -212,7 +239,10 @@ fn windowed_codecs_read_exact_copies_only_inside_the_window() {
     // Up to query 832 every key is exact: the error is that of INT8.
     assert!(relative(&last(&on, 832), &last(&exact, 832)) < 0.02);
     // Beyond, some keys are codes; with the window off all are.
-    let (with, without) = (relative(&last(&on, 999), &last(&exact, 999)), relative(&last(&off, 999), &last(&exact, 999)));
+    let (with, without) = (
+        relative(&last(&on, 999), &last(&exact, 999)),
+        relative(&last(&off, 999), &last(&exact, 999)),
+    );
     assert!(with > 0.03 && with < without && without > 0.3, "{with} {without}");
     assert!(relative(&last(&int8, 999), &last(&exact, 999)) < without);
     // The copies are bounded: 64 sinks and what the last pass could still read.
@@ -231,7 +261,12 @@ fn a_nan_row_stays_visible_and_touches_no_other_head() {
         let (out, _) = run(&pair, &data, 20, true, Emulation::Format);
         for (index, row) in out.chunks_exact(DIM).enumerate() {
             let (t, head) = (index / HEADS, index % HEADS);
-            assert_eq!(row.iter().any(|x| x.is_nan()), t >= 5 && head < 2, "{}: token {t} head {head}", pair.name);
+            assert_eq!(
+                row.iter().any(|x| x.is_nan()),
+                t >= 5 && head < 2,
+                "{}: token {t} head {head}",
+                pair.name
+            );
         }
     }
 }

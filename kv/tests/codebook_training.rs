@@ -12,7 +12,11 @@ fn training_is_reproducible_and_lowers_the_distortion() {
     assert_eq!(first.bytes, second.bytes);
     assert_ne!(first.bytes, program::train(4, 20_000, 6).bytes);
     assert_eq!(first.bytes.len(), PATTERNS * WORD);
-    assert!(first.history.windows(2).all(|pair| pair[1] < pair[0]), "{:?}", first.history);
+    assert!(
+        first.history.windows(2).all(|pair| pair[1] < pair[0]),
+        "{:?}",
+        first.history
+    );
     assert!(first.distortion < first.history[0]);
 }
 

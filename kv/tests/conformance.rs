@@ -28,13 +28,21 @@ codec_conformance!(lloyd4_groups, rk4v4::Lloyd4, bits = 4.25, error = 0.098);
 codec_conformance!(midrise4, rk4v4::MidRise4, bits = 4.25, error = 0.104);
 codec_conformance!(
     e8_snapped_to_4_bits,
-    E8Snap { basis: H256, bits: 4, max: 7.0 },
+    E8Snap {
+        basis: H256,
+        bits: 4,
+        max: 7.0
+    },
     bits = 4.25,
     error = 0.169
 );
 codec_conformance!(
     e8_snapped_to_6_bits,
-    E8Snap { basis: H256, bits: 6, max: 31.0 },
+    E8Snap {
+        basis: H256,
+        bits: 6,
+        max: 31.0
+    },
     bits = 6.25,
     error = 0.0386
 );
@@ -82,11 +90,22 @@ mod wrong {
     }
     impl HostCodec for Swallows {
         fn encode(&self, rows: &[f32], entries: &mut [u16]) {
-            let word = |value: &f32| if value.is_nan() { 0 } else { (value.to_bits() >> 16) as u16 };
-            entries.iter_mut().zip(rows).for_each(|(entry, value)| *entry = word(value));
+            let word = |value: &f32| {
+                if value.is_nan() {
+                    0
+                } else {
+                    (value.to_bits() >> 16) as u16
+                }
+            };
+            entries
+                .iter_mut()
+                .zip(rows)
+                .for_each(|(entry, value)| *entry = word(value));
         }
         fn decode(&self, entries: &[u16], rows: &mut [f32]) {
-            rows.iter_mut().zip(entries).for_each(|(value, word)| *value = f32::from_bits(u32::from(*word) << 16));
+            rows.iter_mut()
+                .zip(entries)
+                .for_each(|(value, word)| *value = f32::from_bits(u32::from(*word) << 16));
         }
     }
     impl CodecSpec for Counts {

@@ -8,7 +8,12 @@ fn assert_agreement(entries: Vec<table::Entry>) {
     let wrong: Vec<String> = entries
         .iter()
         .filter(|entry| !entry.agrees())
-        .map(|entry| format!("{} {}: {} against {}", entry.name, entry.figure, entry.measured, entry.published))
+        .map(|entry| {
+            format!(
+                "{} {}: {} against {}",
+                entry.name, entry.figure, entry.measured, entry.published
+            )
+        })
         .collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
 }

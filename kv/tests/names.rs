@@ -31,7 +31,11 @@ fn bytes_per_token_and_head_are_those_of_the_formats() {
     // 16 attention layers of 4 KV heads: the byte counts published for the 27B models.
     let layers: Vec<usize> = (0..16).collect();
     for (name, bytes) in [("bf16", 65_536.0), ("k8v4", 25_728.0), ("rk2v4-e8", 13_824.0)] {
-        assert_eq!(name.parse::<KvDtype>().unwrap().bytes_per_token(&layers, 4, 256), bytes, "{name}");
+        assert_eq!(
+            name.parse::<KvDtype>().unwrap().bytes_per_token(&layers, 4, 256),
+            bytes,
+            "{name}"
+        );
     }
 }
 
@@ -53,7 +57,11 @@ fn recorded_names_are_those_of_the_engines() {
     for (name, recorded) in cases {
         assert_eq!(find(name).unwrap().recorded, recorded);
     }
-    assert_eq!(find("rk4v4").unwrap().name, "rk4v4@b", "a bare name is the current lineage");
+    assert_eq!(
+        find("rk4v4").unwrap().name,
+        "rk4v4@b",
+        "a bare name is the current lineage"
+    );
 }
 
 #[test]
@@ -82,13 +90,25 @@ fn keys_and_values_are_chosen_separately() {
 fn layer_tables_name_exceptions_and_survive_a_round_trip() {
     let dtype: KvDtype = "bf16; 3,7-8 = int8; 11=k=fp8,v=rk8v4@a".parse().unwrap();
     assert_eq!(dtype.layer(0).name, "bf16");
-    assert_eq!((dtype.layer(3).name.as_str(), dtype.layer(8).name.as_str()), ("int8", "int8"));
+    assert_eq!(
+        (dtype.layer(3).name.as_str(), dtype.layer(8).name.as_str()),
+        ("int8", "int8")
+    );
     assert_eq!(dtype.to_string(), "bf16;3=int8;7=int8;8=int8;11=k=fp8,v=rk8v4@a");
     assert_eq!(dtype.to_string().parse::<KvDtype>().unwrap(), dtype);
-    assert_eq!(dtype.recorded(), "bf16;3=int8-g64;7=int8-g64;8=int8-g64;11=k=fp8-e4m3-r256,v=rk8v4@a");
+    assert_eq!(
+        dtype.recorded(),
+        "bf16;3=int8-g64;7=int8-g64;8=int8-g64;11=k=fp8-e4m3-r256,v=rk8v4@a"
+    );
     assert_eq!(dtype.check(&[3, 7, 8, 11], 256), Ok(()));
     let missing = dtype.check(&[3, 7, 8], 256).unwrap_err();
-    assert_eq!(missing, KvError::NoCache { layer: 11, attention: vec![3, 7, 8] });
+    assert_eq!(
+        missing,
+        KvError::NoCache {
+            layer: 11,
+            attention: vec![3, 7, 8]
+        }
+    );
     // Bytes: layer 3 in INT8, layer 0 in 16 bits, two heads each.
     assert_eq!(dtype.bytes_per_token(&[0, 3], 2, 256), 2.0 * (1024.0 + 528.0));
 }
@@ -98,22 +118,38 @@ fn wrong_spellings_are_refused_in_words() {
     let refuse = |text: &str| text.parse::<KvDtype>().unwrap_err().to_string();
     for name in ["", "fp16", "rk4v4@d", "int8@"] {
         let message = refuse(name);
-        assert!(message.contains(&format!("`{name}`")) && message.contains(&accepted_names()), "{message}");
+        assert!(
+            message.contains(&format!("`{name}`")) && message.contains(&accepted_names()),
+            "{message}"
+        );
     }
     for pair in ["k=int8", "k=int8,k=fp8", "k=int8,fp8", "q=int8,v=fp8"] {
         assert!(refuse(pair).contains("k=NAME,v=NAME"), "{pair}");
     }
-    for table in ["bf16;int8", "bf16;x=int8", "bf16;7-3=int8", "bf16;-1=int8", "bf16;99999999999=int8", "bf16;"] {
+    for table in [
+        "bf16;int8",
+        "bf16;x=int8",
+        "bf16;7-3=int8",
+        "bf16;-1=int8",
+        "bf16;99999999999=int8",
+        "bf16;",
+    ] {
         assert!(refuse(table).contains("layer table"), "{table}: {}", refuse(table));
     }
-    assert_eq!(refuse("bf16;3=int8;2-4=fp8"), "layer 3 appears twice in the KV layer table");
+    assert_eq!(
+        refuse("bf16;3=int8;2-4=fp8"),
+        "layer 3 appears twice in the KV layer table"
+    );
     assert!(refuse("bf16;3=int9").contains("unknown KV codec `int9`"));
 }
 
 #[test]
 fn head_dims_outside_a_format_are_refused_before_any_work() {
     let error = "int8".parse::<KvDtype>().unwrap().check(&[3], 128).unwrap_err();
-    assert_eq!(error.to_string(), "KV codec `int8` cannot store rows of 128 values: it is defined for 256");
+    assert_eq!(
+        error.to_string(),
+        "KV codec `int8` cannot store rows of 128 values: it is defined for 256"
+    );
     assert_eq!("bf16".parse::<KvDtype>().unwrap().check(&[3], 16), Ok(()));
 }
 
@@ -136,5 +172,8 @@ fn kernel_options_belong_to_their_formats() {
         assert!(check(eight_bit, name).is_ok(), "{name}");
     }
     let refused = check(eight_bit, "fp8").unwrap_err().to_string();
-    assert_eq!(refused, "--prefill-8bit-pv needs a KV cache of int8, nvfp4, k8v4, vq2 or k4v2, got `fp8`");
+    assert_eq!(
+        refused,
+        "--prefill-8bit-pv needs a KV cache of int8, nvfp4, k8v4, vq2 or k4v2, got `fp8`"
+    );
 }

@@ -6,7 +6,9 @@
 use perplexity_kv::basis::Basis;
 use perplexity_kv::codec::{HostCodec, decode_rows, encode_rows};
 use perplexity_kv::codecs::int8::{int4, int8};
-use perplexity_kv::codecs::{bf16, fp8::Fp8, k4v2::Lloyd4Row, nvfp4, rk2v4_e8::E8Root, rk4v4, rk4v4_e8::E8Snap, vq2::Vq2};
+use perplexity_kv::codecs::{
+    bf16, fp8::Fp8, k4v2::Lloyd4Row, nvfp4, rk2v4_e8::E8Root, rk4v4, rk4v4_e8::E8Snap, vq2::Vq2,
+};
 
 fn t1() -> Vec<f32> {
     let mut state: u64 = 12345;
@@ -14,11 +16,15 @@ fn t1() -> Vec<f32> {
         state = (1_103_515_245 * state + 12345) % (1 << 31);
         (state >> 16 & 31) as i32
     };
-    (0..256).map(|_| ((0..4).map(|_| five_bits()).sum::<i32>() - 62) as f32 / 16.0).collect()
+    (0..256)
+        .map(|_| ((0..4).map(|_| five_bits()).sum::<i32>() - 62) as f32 / 16.0)
+        .collect()
 }
 
 fn fnv(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(14_695_981_039_346_656_037, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(1_099_511_628_211))
+    bytes.iter().fold(14_695_981_039_346_656_037, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(1_099_511_628_211)
+    })
 }
 
 /// Relative error in the model's basis.
@@ -38,7 +44,10 @@ fn packed(codec: &dyn HostCodec, row: &[f32]) -> Vec<u8> {
 }
 
 fn half_words(bytes: &[u8]) -> Vec<u16> {
-    bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
+    bytes
+        .chunks_exact(2)
+        .map(|pair| u16::from_le_bytes([pair[0], pair[1]]))
+        .collect()
 }
 
 const H256: Basis = Basis::Hadamard256;
@@ -50,9 +59,15 @@ fn the_test_row_and_its_transforms_are_the_published_ones() {
     let x = t1();
     let scaled: Vec<i32> = x.iter().map(|value| (value * 16.0) as i32).collect();
     assert_eq!(scaled[..8], [-15, 37, 8, 34, 20, 9, 3, -14]);
-    assert_eq!((scaled.iter().sum::<i32>(), scaled.iter().map(|v| v * v).sum::<i32>()), (253, 88_263));
+    assert_eq!(
+        (scaled.iter().sum::<i32>(), scaled.iter().map(|v| v * v).sum::<i32>()),
+        (253, 88_263)
+    );
     let words = |values: &[i32], bytes: usize| -> u64 {
-        fnv(&values.iter().flat_map(|value| value.to_le_bytes()[..bytes].to_vec()).collect::<Vec<_>>())
+        fnv(&values
+            .iter()
+            .flat_map(|value| value.to_le_bytes()[..bytes].to_vec())
+            .collect::<Vec<_>>())
     };
     assert_eq!(words(&scaled, 2), 0x7779_0c37_5eda_36e6);
     let transformed = |basis: Basis, unit: f32| -> Vec<i32> {
@@ -75,7 +90,11 @@ fn the_test_row_and_its_transforms_are_the_published_ones() {
 #[test]
 fn every_coder_gives_the_published_bits() {
     let plain_int4_h256 = int4(H256, 64);
-    let snap = |basis| E8Snap { basis, bits: 4, max: 7.0 };
+    let snap = |basis| E8Snap {
+        basis,
+        bits: 4,
+        max: 7.0,
+    };
     let root = |basis| E8Root { basis };
     let cases: [(&str, &dyn HostCodec, u64); 17] = [
         ("int8 K", &int8(H256), 0x812a_0c86_4773_ae8f),
@@ -103,17 +122,26 @@ fn every_coder_gives_the_published_bits() {
     // For comparison with the snapped codes: the same scales, one code apart.
     let (plain, snapped) = (packed(&plain_int4_h256, &row), packed(&snap(H256), &row));
     assert_eq!(plain[128..], snapped[128..]);
-    assert_eq!((&plain[..4], &snapped[..4]), (&[0xf3, 0xec, 0x42, 0xde][..], &[0xf3, 0xec, 0x32, 0xde][..]));
+    assert_eq!(
+        (&plain[..4], &snapped[..4]),
+        (&[0xf3, 0xec, 0x42, 0xde][..], &[0xf3, 0xec, 0x32, 0xde][..])
+    );
 }
 
 #[test]
 fn first_codes_and_scales_are_the_published_ones() {
     let row = t1();
     let int8_k = packed(&int8(H256), &row);
-    assert_eq!(int8_k[..8].iter().map(|b| *b as i8).collect::<Vec<_>>(), [48, -22, -74, -41, 40, 64, -38, -50]);
+    assert_eq!(
+        int8_k[..8].iter().map(|b| *b as i8).collect::<Vec<_>>(),
+        [48, -22, -74, -41, 40, 64, -38, -50]
+    );
     assert_eq!(half_words(&int8_k[256..]), [0x253c, 0x260a, 0x2585, 0x25f6]);
     let int8_v = packed(&int8(PLAIN), &row);
-    assert_eq!(int8_v[..8].iter().map(|b| *b as i8).collect::<Vec<_>>(), [-41, 102, 22, 94, 55, 25, 8, -39]);
+    assert_eq!(
+        int8_v[..8].iter().map(|b| *b as i8).collect::<Vec<_>>(),
+        [-41, 102, 22, 94, 55, 25, 8, -39]
+    );
     let fp8 = packed(&Fp8 { basis: H256 }, &row);
     assert_eq!(fp8[..8], [0x71, 0xe8, 0xf6, 0xf0, 0x6f, 0x74, 0xee, 0xf2]);
     assert_eq!(half_words(&fp8[256..]), [0x1ed9]);
@@ -121,12 +149,20 @@ fn first_codes_and_scales_are_the_published_ones() {
     assert_eq!(fp4[..8], [0xa4, 0xcd, 0x54, 0xcc, 0x88, 0x6d, 0x34, 0xcd]);
     assert_eq!(
         fp4[128..],
-        [0x2e, 0x2f, 0x2e, 0x30, 0x2f, 0x2a, 0x30, 0x33, 0x2e, 0x30, 0x2f, 0x2f, 0x30, 0x2e, 0x2e, 0x2c]
+        [
+            0x2e, 0x2f, 0x2e, 0x30, 0x2f, 0x2a, 0x30, 0x33, 0x2e, 0x30, 0x2f, 0x2f, 0x30, 0x2e, 0x2e, 0x2c
+        ]
     );
     let k4 = packed(&Lloyd4Row, &row);
-    assert_eq!((&k4[..4], half_words(&k4[128..])), (&[0x6b, 0x53, 0xca, 0x45][..], vec![0x28a9]));
+    assert_eq!(
+        (&k4[..4], half_words(&k4[128..])),
+        (&[0x6b, 0x53, 0xca, 0x45][..], vec![0x28a9])
+    );
     let vq2 = packed(&Vq2, &row);
-    assert_eq!((half_words(&vq2[..8]), half_words(&vq2[64..])), (vec![0x98c4, 0x8a4f, 0x85ec, 0xc499], vec![0x2ce0]));
+    assert_eq!(
+        (half_words(&vq2[..8]), half_words(&vq2[64..])),
+        (vec![0x98c4, 0x8a4f, 0x85ec, 0xc499], vec![0x2ce0])
+    );
     let lloyd = packed(&rk4v4::Lloyd4, &row);
     assert_eq!(lloyd[..4], [0x93, 0xac, 0x42, 0xba]);
     assert_eq!(half_words(&lloyd[128..]), [0x2628, 0x2680, 0x26c5, 0x2637]);
@@ -136,7 +172,10 @@ fn first_codes_and_scales_are_the_published_ones() {
     // 3 1 -3 -3 3 3 -3 -3 times the first scale.
     let scale = half::f16::from_bits(0x35f0).to_f32();
     let decoded = decode_rows(&E8Root { basis: H256 }, &root, 1, 256);
-    assert_eq!(decoded[..8], [3.0, 1.0, -3.0, -3.0, 3.0, 3.0, -3.0, -3.0].map(|code| code * scale));
+    assert_eq!(
+        decoded[..8],
+        [3.0, 1.0, -3.0, -3.0, 3.0, 3.0, -3.0, -3.0].map(|code| code * scale)
+    );
 }
 
 #[test]
@@ -153,7 +192,14 @@ fn errors_on_the_test_row_are_the_published_ones() {
         (&int4(PLAIN, 32), 0.09465),
         (&int4(H64, 64), 0.11469),
         (&rk4v4::MidRise4, 0.10433),
-        (&E8Snap { basis: H256, bits: 4, max: 7.0 }, 0.13502),
+        (
+            &E8Snap {
+                basis: H256,
+                bits: 4,
+                max: 7.0,
+            },
+            0.13502,
+        ),
         (&int4(H256, 64), 0.09531),
         (&E8Root { basis: H256 }, 0.47346),
     ];
@@ -181,7 +227,10 @@ fn int8_ties_go_to_even_and_scales_round_before_the_codes() {
     // 1/127 rounds to FP16 0x2008 = 0.007873535..; its reciprocal is 127.008, so the maximum still takes code 127.
     row[..6].copy_from_slice(&[1.0, 0.0, 0.0, 0.0, 0.0, -1.0]);
     let (bytes, _) = stored(&int8(PLAIN), &row);
-    assert_eq!((bytes[0], bytes[5], half_words(&bytes[256..258])[0]), (127, 129, 0x2008));
+    assert_eq!(
+        (bytes[0], bytes[5], half_words(&bytes[256..258])[0]),
+        (127, 129, 0x2008)
+    );
 }
 
 #[test]
@@ -214,7 +263,10 @@ fn fp8_scales_are_clamped_and_zero_rows_have_scale_zero() {
     assert_eq!(decoded[0], 2f32.powi(-30));
     // Above 448 * 65504 the scale stays 65504 and codes saturate.
     let (bytes, decoded) = stored(&codec, &[1e9; 256]);
-    assert_eq!((bytes[0], half_words(&bytes[256..])[0], decoded[0]), (0x7e, 0x7bff, 448.0 * 65504.0));
+    assert_eq!(
+        (bytes[0], half_words(&bytes[256..])[0], decoded[0]),
+        (0x7e, 0x7bff, 448.0 * 65504.0)
+    );
     // A negative value that rounds to zero keeps its sign.
     let mut row = [448.0; 256];
     row[1] = -2f32.powi(-11);
@@ -269,7 +321,10 @@ fn the_unbiased_scale_keeps_the_projection_of_the_row() {
         H256.forward(&mut y, 256);
         let (_, decoded) = stored(codec, &y);
         let dot = |a: &[f32], b: &[f32]| -> f64 { a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum() };
-        assert!((dot(&decoded, &y) / dot(&y, &y) - 1.0).abs() <= 2f64.powi(-11), "{codec:?}");
+        assert!(
+            (dot(&decoded, &y) / dot(&y, &y) - 1.0).abs() <= 2f64.powi(-11),
+            "{codec:?}"
+        );
     }
 }
 
@@ -293,7 +348,18 @@ fn most_negative_integer_codes_decode_though_they_are_never_produced() {
     };
     assert_eq!(decode(&int8(PLAIN), 0x80, 4), -128.0);
     assert_eq!(decode(&int4(PLAIN, 32), 0x88, 8), -8.0);
-    assert_eq!(decode(&E8Snap { basis: H256, bits: 4, max: 7.0 }, 0x88, 4), -8.0);
+    assert_eq!(
+        decode(
+            &E8Snap {
+                basis: H256,
+                bits: 4,
+                max: 7.0
+            },
+            0x88,
+            4
+        ),
+        -8.0
+    );
     assert_eq!(decode(&rk4v4::MidRise4, 0x88, 4), -15.0);
     assert_eq!(decode(&rk4v4::MidRise4, 0x77, 4), 15.0);
 }
@@ -301,7 +367,9 @@ fn most_negative_integer_codes_decode_though_they_are_never_produced() {
 #[test]
 fn bf16_keys_are_exact_and_values_lose_only_below_two_to_minus_fourteen() {
     // Every bf16 value of magnitude 2^-14 .. 65504 survives FP16; below, the error is at most 2^-25.
-    let values: Vec<f32> = (0..=u16::MAX).map(|word| f32::from_bits(u32::from(word) << 16)).collect();
+    let values: Vec<f32> = (0..=u16::MAX)
+        .map(|word| f32::from_bits(u32::from(word) << 16))
+        .collect();
     for block in values.chunks_exact(256) {
         let (_, k) = stored(&bf16::Bf16, block);
         let (_, v) = stored(&bf16::F16, block);

@@ -17,8 +17,18 @@ use perplexity_kernels::numeric::{bf16_to_f32, f16_to_f32, f32_to_bf16};
 
 /// The variants of this file.
 pub const VARIANTS: &[Variant] = &[
-    Variant { name: "bf16", recorded: "bf16", k: Side::Bf16(Bf16), v: Side::F16(F16) },
-    Variant { name: "bf16@bf16v", recorded: "bf16@bf16v", k: Side::Bf16(Bf16), v: Side::Bf16(Bf16) },
+    Variant {
+        name: "bf16",
+        recorded: "bf16",
+        k: Side::Bf16(Bf16),
+        v: Side::F16(F16),
+    },
+    Variant {
+        name: "bf16@bf16v",
+        recorded: "bf16@bf16v",
+        k: Side::Bf16(Bf16),
+        v: Side::Bf16(Bf16),
+    },
 ];
 
 /// The bf16 word of each value.
@@ -44,10 +54,15 @@ impl CodecSpec for Bf16 {
 
 impl HostCodec for Bf16 {
     fn encode(&self, rows: &[f32], entries: &mut [u16]) {
-        entries.iter_mut().zip(rows).for_each(|(word, value)| *word = f32_to_bf16(*value));
+        entries
+            .iter_mut()
+            .zip(rows)
+            .for_each(|(word, value)| *word = f32_to_bf16(*value));
     }
     fn decode(&self, entries: &[u16], rows: &mut [f32]) {
-        rows.iter_mut().zip(entries).for_each(|(value, word)| *value = bf16_to_f32(*word));
+        rows.iter_mut()
+            .zip(entries)
+            .for_each(|(value, word)| *value = bf16_to_f32(*word));
     }
 }
 
@@ -67,7 +82,9 @@ impl<B: Backend> TensorCodec<B> for Bf16 {
         let magnitude = (significand * unit)
             .mask_fill(special.clone(), f32::INFINITY)
             .mask_fill(special.bool_and(fraction.greater_elem(0.0)), f32::NAN);
-        magnitude.clone().mask_where(entries.greater_equal_elem(1 << 15), -magnitude)
+        magnitude
+            .clone()
+            .mask_where(entries.greater_equal_elem(1 << 15), -magnitude)
     }
 }
 
@@ -82,10 +99,15 @@ impl CodecSpec for F16 {
 
 impl HostCodec for F16 {
     fn encode(&self, rows: &[f32], entries: &mut [u16]) {
-        entries.iter_mut().zip(rows).for_each(|(word, value)| *word = f16_scale(*value).0);
+        entries
+            .iter_mut()
+            .zip(rows)
+            .for_each(|(word, value)| *word = f16_scale(*value).0);
     }
     fn decode(&self, entries: &[u16], rows: &mut [f32]) {
-        rows.iter_mut().zip(entries).for_each(|(value, word)| *value = f16_to_f32(*word));
+        rows.iter_mut()
+            .zip(entries)
+            .for_each(|(value, word)| *value = f16_to_f32(*word));
     }
 }
 

@@ -22,7 +22,9 @@ use perplexity_kernels::numeric::{E4M3FN_MAX, E4M3FN_NAN_WORD, e4m3fn_to_f32, f1
 pub const VARIANTS: &[Variant] = &[Variant {
     name: "fp8",
     recorded: "fp8-e4m3-r256",
-    k: Side::Fp8(Fp8 { basis: Basis::Hadamard256 }),
+    k: Side::Fp8(Fp8 {
+        basis: Basis::Hadamard256,
+    }),
     v: Side::Fp8(Fp8 { basis: Basis::Identity }),
 }];
 
@@ -59,14 +61,20 @@ impl HostCodec for Fp8 {
         let factor = 1.0 / scale;
         for (code, value) in codes.iter_mut().zip(rows) {
             let value = value * factor;
-            *code = u16::from(if value.is_nan() { E4M3FN_NAN_WORD } else { f32_to_e4m3fn(value) });
+            *code = u16::from(if value.is_nan() {
+                E4M3FN_NAN_WORD
+            } else {
+                f32_to_e4m3fn(value)
+            });
         }
     }
 
     fn decode(&self, entries: &[u16], rows: &mut [f32]) {
         let (codes, word) = entries.split_at(rows.len());
         let scale = f16_to_f32(word[0]);
-        rows.iter_mut().zip(codes).for_each(|(value, code)| *value = e4m3fn_to_f32(*code as u8) * scale);
+        rows.iter_mut()
+            .zip(codes)
+            .for_each(|(value, code)| *value = e4m3fn_to_f32(*code as u8) * scale);
     }
 }
 

@@ -21,8 +21,18 @@ use perplexity_kernels::numeric::f16_to_f32;
 
 /// The variants of this file.
 pub const VARIANTS: &[Variant] = &[
-    Variant { name: "int8", recorded: "int8-g64", k: Side::Absmax(int8(Basis::Hadamard256)), v: Side::Absmax(IN_PLACE) },
-    Variant { name: "int8@plain", recorded: "int8-g64@plain", k: Side::Absmax(IN_PLACE), v: Side::Absmax(IN_PLACE) },
+    Variant {
+        name: "int8",
+        recorded: "int8-g64",
+        k: Side::Absmax(int8(Basis::Hadamard256)),
+        v: Side::Absmax(IN_PLACE),
+    },
+    Variant {
+        name: "int8@plain",
+        recorded: "int8-g64@plain",
+        k: Side::Absmax(IN_PLACE),
+        v: Side::Absmax(IN_PLACE),
+    },
 ];
 
 /// INT8 rows as projected: V of `int8`, and the exact copies of windowed codecs.
@@ -30,12 +40,22 @@ pub const IN_PLACE: Absmax = int8(Basis::Identity);
 
 /// 8-bit codes, groups of 64.
 pub const fn int8(basis: Basis) -> Absmax {
-    Absmax { basis, group: 64, bits: 8, max: 127 }
+    Absmax {
+        basis,
+        group: 64,
+        bits: 8,
+        max: 127,
+    }
 }
 
 /// 4-bit codes in [-7, 7].
 pub const fn int4(basis: Basis, group: usize) -> Absmax {
-    Absmax { basis, group, bits: 4, max: 7 }
+    Absmax {
+        basis,
+        group,
+        bits: 4,
+        max: 7,
+    }
 }
 
 /// Symmetric integers with an FP16 scale per group, from the group's largest magnitude.
@@ -65,7 +85,10 @@ impl CodecSpec for Absmax {
         self.basis
     }
     fn layout(&self, head_dim: usize) -> Layout {
-        Layout(vec![Plane::new("codes", head_dim, self.bits), Plane::new("scales", head_dim / self.group, 16)])
+        Layout(vec![
+            Plane::new("codes", head_dim, self.bits),
+            Plane::new("scales", head_dim / self.group, 16),
+        ])
     }
 }
 
@@ -73,7 +96,11 @@ impl HostCodec for Absmax {
     fn encode(&self, rows: &[f32], entries: &mut [u16]) {
         let (codes, scales) = entries.split_at_mut(rows.len());
         let (max, mask) = (f32::from(self.max), (1u32 << self.bits) - 1);
-        for ((y, codes), word) in rows.chunks_exact(self.group).zip(codes.chunks_exact_mut(self.group)).zip(scales) {
+        for ((y, codes), word) in rows
+            .chunks_exact(self.group)
+            .zip(codes.chunks_exact_mut(self.group))
+            .zip(scales)
+        {
             let (stored, scale) = f16_scale(absmax(y) / max);
             *word = stored;
             let factor = code_factor(scale);
@@ -89,9 +116,15 @@ impl HostCodec for Absmax {
 
     fn decode(&self, entries: &[u16], rows: &mut [f32]) {
         let (codes, scales) = entries.split_at(rows.len());
-        for ((y, codes), word) in rows.chunks_exact_mut(self.group).zip(codes.chunks_exact(self.group)).zip(scales) {
+        for ((y, codes), word) in rows
+            .chunks_exact_mut(self.group)
+            .zip(codes.chunks_exact(self.group))
+            .zip(scales)
+        {
             let scale = f16_to_f32(*word);
-            y.iter_mut().zip(codes).for_each(|(value, code)| *value = self.code(*code) * scale);
+            y.iter_mut()
+                .zip(codes)
+                .for_each(|(value, code)| *value = self.code(*code) * scale);
         }
     }
 }
@@ -104,8 +137,17 @@ impl<B: Backend> TensorCodec<B> for Absmax {
         let scales = encode_f16(tensor_ops::absmax(groups.clone()) / max);
         let factor = tensor_code_factor(decode_f16(scales.clone())).unsqueeze_dim(3);
         let codes = tensor_ops::scaled(groups, factor);
-        let codes = tensor_ops::rne(codes).clamp(-max, max).int().remainder_scalar(1 << self.bits);
-        Tensor::cat(vec![codes.reshape([tokens, heads, dim]), scales.reshape([tokens, heads, dim / self.group])], 2)
+        let codes = tensor_ops::rne(codes)
+            .clamp(-max, max)
+            .int()
+            .remainder_scalar(1 << self.bits);
+        Tensor::cat(
+            vec![
+                codes.reshape([tokens, heads, dim]),
+                scales.reshape([tokens, heads, dim / self.group]),
+            ],
+            2,
+        )
     }
 
     fn load(&self, entries: Tensor<B, 3, Int>) -> Tensor<B, 3> {

@@ -19,8 +19,12 @@ use burn::tensor::{Int, Tensor, backend::Backend};
 use perplexity_kernels::numeric::f16_to_f32;
 
 /// The variants of this file.
-pub const VARIANTS: &[Variant] =
-    &[Variant { name: "k4v2", recorded: "k4v2", k: Side::Lloyd4Row(Lloyd4Row), v: Side::Vq2(vq2::Vq2) }];
+pub const VARIANTS: &[Variant] = &[Variant {
+    name: "k4v2",
+    recorded: "k4v2",
+    k: Side::Lloyd4Row(Lloyd4Row),
+    v: Side::Vq2(vq2::Vq2),
+}];
 
 /// Decision thresholds between the levels, in units of 1/32 of a unit-variance coordinate.
 const THRESHOLDS: [f32; 7] = [8.0, 16.5, 25.5, 35.0, 46.0, 59.0, 76.5];
@@ -73,7 +77,9 @@ impl HostCodec for Lloyd4Row {
     fn decode(&self, entries: &[u16], rows: &mut [f32]) {
         let (codes, scale) = entries.split_at(HEAD_DIM);
         let scale = f16_to_f32(scale[0]);
-        rows.iter_mut().zip(codes).for_each(|(value, code)| *value = scale * CODE_LEVELS[usize::from(*code)]);
+        rows.iter_mut()
+            .zip(codes)
+            .for_each(|(value, code)| *value = scale * CODE_LEVELS[usize::from(*code)]);
     }
 }
 
@@ -92,7 +98,10 @@ impl<B: Backend> TensorCodec<B> for Lloyd4Row {
         let codes = (m.clone() + 8).mask_where(negative, -m + 7);
         let projection = tensor_ops::word_dot(rows, lookup(codes.clone(), &CODE_LEVELS));
         let scale = tensor_ops::unbiased_scale(energy, projection) * usable.clone().int();
-        let codes = codes.mask_fill(usable.bool_not().expand([tokens * heads, dim]), i64::from(ZERO_ROW_CODE));
+        let codes = codes.mask_fill(
+            usable.bool_not().expand([tokens * heads, dim]),
+            i64::from(ZERO_ROW_CODE),
+        );
         let scale = scale.mask_fill(finite.bool_not(), i64::from(NAN_SCALE));
         Tensor::cat(vec![codes, scale], 1).reshape([tokens, heads, dim + 1])
     }

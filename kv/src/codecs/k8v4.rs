@@ -4,10 +4,22 @@ use crate::basis::Basis;
 use crate::codecs::{fp8::Fp8, nvfp4};
 use crate::registry::{Side, Variant};
 
-const KEYS: Side = Side::Fp8(Fp8 { basis: Basis::Hadamard256 });
+const KEYS: Side = Side::Fp8(Fp8 {
+    basis: Basis::Hadamard256,
+});
 
 /// The variants of this file.
 pub const VARIANTS: &[Variant] = &[
-    Variant { name: "k8v4", recorded: "k8v4", k: KEYS, v: Side::Nvfp4(nvfp4::SEARCHED) },
-    Variant { name: "k8v4@single", recorded: "k8v4@single", k: KEYS, v: Side::Nvfp4(nvfp4::SINGLE) },
+    Variant {
+        name: "k8v4",
+        recorded: "k8v4",
+        k: KEYS,
+        v: Side::Nvfp4(nvfp4::SEARCHED),
+    },
+    Variant {
+        name: "k8v4@single",
+        recorded: "k8v4@single",
+        k: KEYS,
+        v: Side::Nvfp4(nvfp4::SINGLE),
+    },
 ];

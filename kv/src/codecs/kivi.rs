@@ -22,8 +22,18 @@ use perplexity_kernels::numeric::f16_to_f32;
 
 /// The variants of this file.
 pub const VARIANTS: &[Variant] = &[
-    Variant { name: "kivi4", recorded: "kivi4", k: Side::KiviK(KiviK { bits: 4 }), v: Side::KiviV(KiviV { bits: 4 }) },
-    Variant { name: "kivi2", recorded: "kivi2", k: Side::KiviK(KiviK { bits: 2 }), v: Side::KiviV(KiviV { bits: 2 }) },
+    Variant {
+        name: "kivi4",
+        recorded: "kivi4",
+        k: Side::KiviK(KiviK { bits: 4 }),
+        v: Side::KiviV(KiviV { bits: 4 }),
+    },
+    Variant {
+        name: "kivi2",
+        recorded: "kivi2",
+        k: Side::KiviK(KiviK { bits: 2 }),
+        v: Side::KiviV(KiviV { bits: 2 }),
+    },
 ];
 
 /// Tokens (keys) or channels (values) that share a range.
@@ -48,16 +58,33 @@ pub struct KiviV {
 /// Scale and zero words of a group, and the codes of its members.
 fn encode_group(x: impl Iterator<Item = f32> + Clone, bits: u32, mut code: impl FnMut(usize, u16)) -> (u16, u16) {
     let top = ((1 << bits) - 1) as f32;
-    let (low, high) = x.clone().fold((f32::INFINITY, f32::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+    let (low, high) = x.clone().fold((f32::INFINITY, f32::NEG_INFINITY), |(low, high), x| {
+        (low.min(x), high.max(x))
+    });
     let nan = x.clone().any(f32::is_nan);
     // Adding zero turns -0 into +0, so that equal ranges have equal words.
     let (zero_word, zero) = f16_scale(low + 0.0);
     let (scale_word, scale) = f16_scale(if nan { f32::NAN } else { (high - low) / top });
-    let factor = if scale > 0.0 && scale.is_finite() { 1.0 / scale } else { 0.0 };
+    let factor = if scale > 0.0 && scale.is_finite() {
+        1.0 / scale
+    } else {
+        0.0
+    };
     for (i, x) in x.enumerate() {
-        code(i, if factor == 0.0 { 0 } else { rne(((x - zero) * factor).clamp(0.0, top)) as u16 });
+        code(
+            i,
+            if factor == 0.0 {
+                0
+            } else {
+                rne(((x - zero) * factor).clamp(0.0, top)) as u16
+            },
+        );
     }
-    if nan { (NAN_SCALE, NAN_SCALE) } else { (scale_word, zero_word) }
+    if nan {
+        (NAN_SCALE, NAN_SCALE)
+    } else {
+        (scale_word, zero_word)
+    }
 }
 
 impl CodecSpec for KiviK {
@@ -65,7 +92,11 @@ impl CodecSpec for KiviK {
         GROUP
     }
     fn window(&self) -> Option<Window> {
-        Some(Window { sinks: 0, recent: RESIDUAL - GROUP, copy: ExactCopy::Bf16 })
+        Some(Window {
+            sinks: 0,
+            recent: RESIDUAL - GROUP,
+            copy: ExactCopy::Bf16,
+        })
     }
     fn supports(&self, _head_dim: usize) -> bool {
         true
@@ -138,7 +169,10 @@ impl<B: Backend> TensorCodec<B> for KiviK {
         let [blocks, heads, count] = entries.dims();
         let dim = count / (GROUP + 2);
         let plane = |first: usize, rows: usize| -> Tensor<B, 4, Int> {
-            entries.clone().narrow(2, first * dim, rows * dim).reshape([blocks, heads, rows, dim])
+            entries
+                .clone()
+                .narrow(2, first * dim, rows * dim)
+                .reshape([blocks, heads, rows, dim])
         };
         let scales = decode_f16(plane(GROUP, 1));
         let values = plane(0, GROUP).float() * scales + decode_f16(plane(GROUP + 1, 1));
@@ -148,7 +182,11 @@ impl<B: Backend> TensorCodec<B> for KiviK {
 
 impl CodecSpec for KiviV {
     fn window(&self) -> Option<Window> {
-        Some(Window { sinks: 0, recent: RESIDUAL, copy: ExactCopy::Bf16 })
+        Some(Window {
+            sinks: 0,
+            recent: RESIDUAL,
+            copy: ExactCopy::Bf16,
+        })
     }
     fn supports(&self, head_dim: usize) -> bool {
         head_dim.is_multiple_of(GROUP)
@@ -186,13 +224,24 @@ impl<B: Backend> TensorCodec<B> for KiviV {
         let x = rows.reshape([tokens, heads, dim / GROUP, GROUP]);
         let [scales, zeros, codes] = store_groups(x, 3, self.bits);
         let groups = [tokens, heads, dim / GROUP];
-        Tensor::cat(vec![codes.reshape([tokens, heads, dim]), scales.reshape(groups), zeros.reshape(groups)], 2)
+        Tensor::cat(
+            vec![
+                codes.reshape([tokens, heads, dim]),
+                scales.reshape(groups),
+                zeros.reshape(groups),
+            ],
+            2,
+        )
     }
 
     fn load(&self, entries: Tensor<B, 3, Int>) -> Tensor<B, 3> {
         let [tokens, heads, count] = entries.dims();
         let groups = count / (GROUP + 2);
-        let codes = entries.clone().narrow(2, 0, groups * GROUP).float().reshape([tokens, heads, groups, GROUP]);
+        let codes = entries
+            .clone()
+            .narrow(2, 0, groups * GROUP)
+            .float()
+            .reshape([tokens, heads, groups, GROUP]);
         let plane = |first: usize| decode_f16(entries.clone().narrow(2, first, groups)).unsqueeze_dim::<4>(3);
         (codes * plane(groups * GROUP) + plane(groups * (GROUP + 1))).reshape([tokens, heads, groups * GROUP])
     }

@@ -28,14 +28,26 @@ const GROUP: usize = 16;
 const SMALLEST_SCALE: f32 = 1.0 / 512.0;
 
 /// Five-target search, in the Hadamard-256 basis.
-pub const SEARCHED: Nvfp4 = Nvfp4 { targets: &[6.0, 4.0, 4.5, 5.0, 5.5] };
+pub const SEARCHED: Nvfp4 = Nvfp4 {
+    targets: &[6.0, 4.0, 4.5, 5.0, 5.5],
+};
 /// Target 6 only, in the Hadamard-256 basis.
 pub const SINGLE: Nvfp4 = Nvfp4 { targets: &[6.0] };
 
 /// The variants of this file.
 pub const VARIANTS: &[Variant] = &[
-    Variant { name: "nvfp4", recorded: "nvfp4", k: Side::Nvfp4(SEARCHED), v: Side::Nvfp4(SEARCHED) },
-    Variant { name: "nvfp4@single", recorded: "nvfp4@single", k: Side::Nvfp4(SINGLE), v: Side::Nvfp4(SINGLE) },
+    Variant {
+        name: "nvfp4",
+        recorded: "nvfp4",
+        k: Side::Nvfp4(SEARCHED),
+        v: Side::Nvfp4(SEARCHED),
+    },
+    Variant {
+        name: "nvfp4@single",
+        recorded: "nvfp4@single",
+        k: Side::Nvfp4(SINGLE),
+        v: Side::Nvfp4(SINGLE),
+    },
 ];
 
 /// E2M1 codes, an E4M3 scale per 16 values.
@@ -50,7 +62,10 @@ impl CodecSpec for Nvfp4 {
         Basis::Hadamard256
     }
     fn layout(&self, head_dim: usize) -> Layout {
-        Layout(vec![Plane::new("codes", head_dim, 4), Plane::new("scales", head_dim / GROUP, 8)])
+        Layout(vec![
+            Plane::new("codes", head_dim, 4),
+            Plane::new("scales", head_dim / GROUP, 8),
+        ])
     }
 }
 
@@ -58,7 +73,11 @@ impl CodecSpec for Nvfp4 {
 #[inline]
 fn encode_group(v: &[f32], largest: f32, reciprocal: f32) -> (u8, [u8; GROUP], f32) {
     let raw = (largest * reciprocal).clamp(SMALLEST_SCALE, E4M3FN_MAX);
-    let byte = if raw.is_nan() { E4M3FN_NAN_WORD } else { f32_to_e4m3fn(raw) };
+    let byte = if raw.is_nan() {
+        E4M3FN_NAN_WORD
+    } else {
+        f32_to_e4m3fn(raw)
+    };
     let scale = e4m3fn_to_f32(byte);
     let factor = 1.0 / scale;
     let (mut codes, mut error) = ([0; GROUP], 0.0);
@@ -90,7 +109,9 @@ impl HostCodec for Nvfp4 {
                 }
             }
             *scale = u16::from(best.0);
-            out.iter_mut().zip(best.1).for_each(|(entry, code)| *entry = u16::from(code));
+            out.iter_mut()
+                .zip(best.1)
+                .for_each(|(entry, code)| *entry = u16::from(code));
         }
     }
 
@@ -98,7 +119,9 @@ impl HostCodec for Nvfp4 {
         let (codes, scales) = entries.split_at(rows.len());
         for ((v, codes), byte) in rows.chunks_exact_mut(GROUP).zip(codes.chunks_exact(GROUP)).zip(scales) {
             let scale = e4m3fn_to_f32(*byte as u8);
-            v.iter_mut().zip(codes).for_each(|(value, code)| *value = e2m1_to_f32(*code as u8) * scale);
+            v.iter_mut()
+                .zip(codes)
+                .for_each(|(value, code)| *value = e2m1_to_f32(*code as u8) * scale);
         }
     }
 }

@@ -26,19 +26,25 @@ pub const VARIANTS: &[Variant] = &[
     Variant {
         name: "rk2v4-e8@b",
         recorded: "rotated-k2e8g64-v4g32",
-        k: Side::E8Root(E8Root { basis: Basis::Hadamard256 }),
+        k: Side::E8Root(E8Root {
+            basis: Basis::Hadamard256,
+        }),
         v: rk8v4::VALUES_B,
     },
     Variant {
         name: "rk2v4-e8@a",
         recorded: "rk2v4-e8@a",
-        k: Side::E8Root(E8Root { basis: Basis::Hadamard64 }),
+        k: Side::E8Root(E8Root {
+            basis: Basis::Hadamard64,
+        }),
         v: rk8v4::VALUES_A,
     },
     Variant {
         name: "rk2v4-e8@a2",
         recorded: "rk2v4-e8@a2",
-        k: Side::E8Root(E8Root { basis: Basis::Hadamard256 }),
+        k: Side::E8Root(E8Root {
+            basis: Basis::Hadamard256,
+        }),
         v: rk8v4::VALUES_A,
     },
 ];
@@ -58,13 +64,25 @@ const ROOT_NORM: f32 = 2.828_427_1;
 const EPSILON: f32 = 1e-8;
 /// Radius of index k, `0.5 * 2^((k - 8)/3)`, as the format writes it.
 const RADII: [f32; 16] = [
-    0.0, 0.0992, 0.1250, 0.1575, 0.1984, 0.2500, 0.3150, 0.3969, 0.5000, 0.6300, 0.7937, 1.0000, 1.2599, 1.5874, 2.0000,
-    2.5198,
+    0.0, 0.0992, 0.1250, 0.1575, 0.1984, 0.2500, 0.3150, 0.3969, 0.5000, 0.6300, 0.7937, 1.0000, 1.2599, 1.5874,
+    2.0000, 2.5198,
 ];
 /// Smallest relative radius of index k = 2..15, `2^((k - 8.5)/3)`.
 const RADIUS_BOUNDS: [f32; 14] = [
-    0.222_724_7, 0.280_615_5, 0.353_553_4, 0.445_449_4, 0.561_231, 0.707_106_8, 0.890_898_7, 1.122_462, 1.414_213_6,
-    1.781_797_4, 2.244_924_1, 2.828_427_1, 3.563_594_9, 4.489_848_2,
+    0.222_724_7,
+    0.280_615_5,
+    0.353_553_4,
+    0.445_449_4,
+    0.561_231,
+    0.707_106_8,
+    0.890_898_7,
+    1.122_462,
+    1.414_213_6,
+    1.781_797_4,
+    2.244_924_1,
+    2.828_427_1,
+    3.563_594_9,
+    4.489_848_2,
 ];
 
 /// Root, radius and axis per 8 values, an FP16 scale per 64.
@@ -85,7 +103,11 @@ pub fn root_quarters(root: u16) -> [i8; BLOCK] {
         let plus = root - HALF_ROOTS;
         let minus_count = 7 - plus.count_ones();
         for (j, entry) in v.iter_mut().enumerate() {
-            let positive = if j < 7 { plus >> j & 1 == 1 } else { minus_count % 2 == 0 };
+            let positive = if j < 7 {
+                plus >> j & 1 == 1
+            } else {
+                minus_count % 2 == 0
+            };
             *entry = if positive { 2 } else { -2 };
         }
     }
@@ -162,14 +184,21 @@ impl CodecSpec for E8Root {
         self.basis
     }
     fn layout(&self, head_dim: usize) -> Layout {
-        Layout(vec![Plane::new("root, radius-axis pairs", head_dim / 4, 8), Plane::new("scales", head_dim / GROUP, 16)])
+        Layout(vec![
+            Plane::new("root, radius-axis pairs", head_dim / 4, 8),
+            Plane::new("scales", head_dim / GROUP, 16),
+        ])
     }
 }
 
 impl HostCodec for E8Root {
     fn encode(&self, rows: &[f32], entries: &mut [u16]) {
         let (codes, scales) = entries.split_at_mut(rows.len() / 4);
-        for ((y, codes), word) in rows.chunks_exact(GROUP).zip(codes.chunks_exact_mut(GROUP / 4)).zip(scales) {
+        for ((y, codes), word) in rows
+            .chunks_exact(GROUP)
+            .zip(codes.chunks_exact_mut(GROUP / 4))
+            .zip(scales)
+        {
             let (stored, scale) = f16_scale(absmax(y) / 7.0);
             *word = stored;
             for (pair, z) in codes.chunks_exact_mut(2).zip(y.chunks_exact(BLOCK)) {
@@ -180,7 +209,10 @@ impl HostCodec for E8Root {
                     pair.fill(0);
                     continue;
                 }
-                let radius = 1 + RADIUS_BOUNDS.iter().map(|bound| u16::from(*bound <= relative)).sum::<u16>();
+                let radius = 1 + RADIUS_BOUNDS
+                    .iter()
+                    .map(|bound| u16::from(*bound <= relative))
+                    .sum::<u16>();
                 let factor = 1.0 / (norm + EPSILON);
                 let (root, axis) = root_and_axis(&std::array::from_fn(|j| z[j] * factor));
                 pair.copy_from_slice(&[root, radius << 4 | axis]);
@@ -190,7 +222,11 @@ impl HostCodec for E8Root {
 
     fn decode(&self, entries: &[u16], rows: &mut [f32]) {
         let (codes, scales) = entries.split_at(rows.len() / 4);
-        for ((y, codes), word) in rows.chunks_exact_mut(GROUP).zip(codes.chunks_exact(GROUP / 4)).zip(scales) {
+        for ((y, codes), word) in rows
+            .chunks_exact_mut(GROUP)
+            .zip(codes.chunks_exact(GROUP / 4))
+            .zip(scales)
+        {
             let scale = f16_to_f32(*word);
             for (y, pair) in y.chunks_exact_mut(BLOCK).zip(codes.chunks_exact(2)) {
                 let (root, radius, axis) = (pair[0], usize::from(pair[1] >> 4), pair[1] & 15);
@@ -212,7 +248,10 @@ impl<B: Backend> TensorCodec<B> for E8Root {
         let blocks = tokens * heads * dim / BLOCK;
         let groups = rows.reshape([tokens, heads, dim / GROUP, GROUP]);
         let scales = encode_f16(tensor_ops::absmax(groups.clone()) / 7.0);
-        let scale = decode_f16(scales.clone()).unsqueeze_dim::<4>(3).expand([tokens, heads, dim / GROUP, GROUP / BLOCK]);
+        let scale =
+            decode_f16(scales.clone())
+                .unsqueeze_dim::<4>(3)
+                .expand([tokens, heads, dim / GROUP, GROUP / BLOCK]);
         let scale: Tensor<B, 2> = scale.reshape([blocks, 1]);
         let z: Tensor<B, 2> = groups.reshape([blocks, BLOCK]);
         let norm = tensor_ops::butterfly_sum(z.clone() * z.clone()).sqrt();
@@ -220,7 +259,10 @@ impl<B: Backend> TensorCodec<B> for E8Root {
         let usable = scale.is_finite().bool_and(norm.clone().is_finite());
         let usable = usable.bool_and(relative.clone().greater_equal_elem(SMALLEST_RADIUS));
         let radius = tensor_ops::count_at_least(relative, &RADIUS_BOUNDS) + 1;
-        let u = tensor_ops::scaled(z, tensor_ops::reciprocal(norm + EPSILON).mask_fill(usable.clone().bool_not(), 0.0));
+        let u = tensor_ops::scaled(
+            z,
+            tensor_ops::reciprocal(norm + EPSILON).mask_fill(usable.clone().bool_not(), 0.0),
+        );
 
         // The two largest magnitudes, the smallest one, and the scores of both kinds of root.
         let magnitude = u.clone().abs();
@@ -291,8 +333,16 @@ mod tests {
         let roots: std::collections::BTreeSet<[i8; 8]> = (0..ROOTS).map(root_quarters).collect();
         assert_eq!(roots.len(), 240);
         for root in &roots {
-            assert_eq!(root.iter().map(|c| i32::from(*c).pow(2)).sum::<i32>(), 32, "norm 4 sqrt 2");
-            assert_eq!(root.iter().map(|c| i32::from(*c)).sum::<i32>() % 8, 0, "even coordinate sum");
+            assert_eq!(
+                root.iter().map(|c| i32::from(*c).pow(2)).sum::<i32>(),
+                32,
+                "norm 4 sqrt 2"
+            );
+            assert_eq!(
+                root.iter().map(|c| i32::from(*c)).sum::<i32>() % 8,
+                0,
+                "even coordinate sum"
+            );
         }
         assert!((ROOTS..256).all(|root| root_quarters(root) == [0; 8]));
     }

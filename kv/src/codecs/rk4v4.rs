@@ -26,9 +26,24 @@ use perplexity_kernels::numeric::f16_to_f32;
 
 /// The variants of this file.
 pub const VARIANTS: &[Variant] = &[
-    Variant { name: "rk4v4@b", recorded: "rotated-lloyd4g64-v4g32", k: Side::Lloyd4(Lloyd4), v: rk8v4::VALUES_B },
-    Variant { name: "rk4v4@a", recorded: "rk4v4@a", k: Side::Absmax(int4(Basis::Hadamard64, GROUP)), v: rk8v4::VALUES_A },
-    Variant { name: "rk4v4@c", recorded: "rk4v4@c", k: Side::MidRise4(MidRise4), v: Side::MidRise4(MidRise4) },
+    Variant {
+        name: "rk4v4@b",
+        recorded: "rotated-lloyd4g64-v4g32",
+        k: Side::Lloyd4(Lloyd4),
+        v: rk8v4::VALUES_B,
+    },
+    Variant {
+        name: "rk4v4@a",
+        recorded: "rk4v4@a",
+        k: Side::Absmax(int4(Basis::Hadamard64, GROUP)),
+        v: rk8v4::VALUES_A,
+    },
+    Variant {
+        name: "rk4v4@c",
+        recorded: "rk4v4@c",
+        k: Side::MidRise4(MidRise4),
+        v: Side::MidRise4(MidRise4),
+    },
 ];
 
 /// Values that share a scale.
@@ -49,7 +64,10 @@ pub struct Lloyd4;
 pub struct MidRise4;
 
 fn four_bits_per_value(head_dim: usize) -> Layout {
-    Layout(vec![Plane::new("codes", head_dim, 4), Plane::new("scales", head_dim / GROUP, 16)])
+    Layout(vec![
+        Plane::new("codes", head_dim, 4),
+        Plane::new("scales", head_dim / GROUP, 16),
+    ])
 }
 
 /// Sum over 64 products `a_i b_i`: pairs (i, i + 32) first, each operation rounded, then a butterfly over 32 lanes.
@@ -72,7 +90,10 @@ impl HostCodec for Lloyd4 {
         for ((y, codes), word) in rows.chunks_exact(GROUP).zip(codes.chunks_exact_mut(GROUP)).zip(scales) {
             let rms = (pair_dot(y, y) / GROUP as f32).sqrt();
             if rms == 0.0 || !rms.is_finite() {
-                codes.iter_mut().zip(y).for_each(|(code, value)| *code = u16::from(*value < 0.0) << 3);
+                codes
+                    .iter_mut()
+                    .zip(y)
+                    .for_each(|(code, value)| *code = u16::from(*value < 0.0) << 3);
                 *word = if rms == 0.0 { 0 } else { NAN_SCALE };
                 continue;
             }
@@ -92,7 +113,9 @@ impl HostCodec for Lloyd4 {
         let (codes, scales) = entries.split_at(rows.len());
         for ((y, codes), word) in rows.chunks_exact_mut(GROUP).zip(codes.chunks_exact(GROUP)).zip(scales) {
             let scale = f16_to_f32(*word);
-            y.iter_mut().zip(codes).for_each(|(value, code)| *value = CODE_LEVELS[usize::from(*code)] * scale);
+            y.iter_mut()
+                .zip(codes)
+                .for_each(|(value, code)| *value = CODE_LEVELS[usize::from(*code)] * scale);
         }
     }
 }
@@ -110,8 +133,16 @@ impl<B: Backend> TensorCodec<B> for Lloyd4 {
         let codes = m + y.clone().lower_elem(0.0).int() * 8;
         let levels = lookup(codes.clone(), &CODE_LEVELS);
         let scale = tensor_ops::pair_dot(y, levels.clone()) / tensor_ops::pair_dot(levels.clone(), levels);
-        let scale = encode_f16(scale).mask_fill(usable.bool_not(), 0).mask_fill(finite.bool_not(), i64::from(NAN_SCALE));
-        Tensor::cat(vec![codes.reshape([tokens, heads, dim]), scale.reshape([tokens, heads, dim / GROUP])], 2)
+        let scale = encode_f16(scale)
+            .mask_fill(usable.bool_not(), 0)
+            .mask_fill(finite.bool_not(), i64::from(NAN_SCALE));
+        Tensor::cat(
+            vec![
+                codes.reshape([tokens, heads, dim]),
+                scale.reshape([tokens, heads, dim / GROUP]),
+            ],
+            2,
+        )
     }
 
     fn load(&self, entries: Tensor<B, 3, Int>) -> Tensor<B, 3> {
@@ -140,7 +171,11 @@ impl HostCodec for MidRise4 {
             *word = stored;
             let factor = code_factor(scale);
             for (code, value) in codes.iter_mut().zip(y) {
-                let level = if factor == 0.0 { 0.0 } else { (0.5 * value * factor).floor().clamp(-8.0, 7.0) };
+                let level = if factor == 0.0 {
+                    0.0
+                } else {
+                    (0.5 * value * factor).floor().clamp(-8.0, 7.0)
+                };
                 *code = (level as i32 & 15) as u16;
             }
         }
@@ -163,7 +198,11 @@ impl<B: Backend> TensorCodec<B> for MidRise4 {
         let groups = rows.reshape([tokens, heads, dim / GROUP, GROUP]);
         let scales = encode_f16(tensor_ops::absmax(groups.clone()) / 15.0);
         let factor = tensor_code_factor(decode_f16(scales.clone())).unsqueeze_dim(3);
-        let codes = tensor_ops::scaled(groups * 0.5, factor).floor().clamp(-8.0, 7.0).int().remainder_scalar(16);
+        let codes = tensor_ops::scaled(groups * 0.5, factor)
+            .floor()
+            .clamp(-8.0, 7.0)
+            .int()
+            .remainder_scalar(16);
         Tensor::cat(vec![codes.reshape([tokens, heads, dim]), scales], 2)
     }
 

@@ -27,19 +27,31 @@ pub const VARIANTS: &[Variant] = &[
     Variant {
         name: "rk4v4-e8@b",
         recorded: "rotated-k4e8g64-v4g32",
-        k: Side::E8Snap(E8Snap { basis: Basis::Hadamard256, bits: 4, max: 7.0 }),
+        k: Side::E8Snap(E8Snap {
+            basis: Basis::Hadamard256,
+            bits: 4,
+            max: 7.0,
+        }),
         v: rk8v4::VALUES_B,
     },
     Variant {
         name: "rk4v4-e8@a",
         recorded: "rk4v4-e8@a",
-        k: Side::E8Snap(E8Snap { basis: Basis::Hadamard64, bits: 4, max: 7.0 }),
+        k: Side::E8Snap(E8Snap {
+            basis: Basis::Hadamard64,
+            bits: 4,
+            max: 7.0,
+        }),
         v: rk8v4::VALUES_A,
     },
     Variant {
         name: "rk6v4-e8",
         recorded: "rk6v4-e8",
-        k: Side::E8Snap(E8Snap { basis: Basis::Hadamard256, bits: 6, max: 31.0 }),
+        k: Side::E8Snap(E8Snap {
+            basis: Basis::Hadamard256,
+            bits: 6,
+            max: 31.0,
+        }),
         v: rk8v4::VALUES_B,
     },
 ];
@@ -91,7 +103,10 @@ impl CodecSpec for E8Snap {
         self.basis
     }
     fn layout(&self, head_dim: usize) -> Layout {
-        Layout(vec![Plane::new("codes", head_dim, self.bits), Plane::new("scales", head_dim / GROUP, 16)])
+        Layout(vec![
+            Plane::new("codes", head_dim, self.bits),
+            Plane::new("scales", head_dim / GROUP, 16),
+        ])
     }
 }
 

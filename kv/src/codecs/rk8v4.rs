@@ -25,5 +25,10 @@ pub const VARIANTS: &[Variant] = &[
         k: Side::Absmax(int8(Basis::Hadamard256)),
         v: VALUES_B,
     },
-    Variant { name: "rk8v4@a", recorded: "rk8v4@a", k: Side::Absmax(int8(Basis::Hadamard64)), v: VALUES_A },
+    Variant {
+        name: "rk8v4@a",
+        recorded: "rk8v4@a",
+        k: Side::Absmax(int8(Basis::Hadamard64)),
+        v: VALUES_A,
+    },
 ];

@@ -23,9 +23,24 @@ use perplexity_kernels::numeric::f16_to_f32;
 
 /// The variants of this file.
 pub const VARIANTS: &[Variant] = &[
-    Variant { name: "turbo4", recorded: "turbo4", k: Side::Turbo(TURBO4), v: Side::Turbo(TURBO4) },
-    Variant { name: "turbo3", recorded: "turbo3", k: Side::Turbo(TURBO3), v: Side::Turbo(TURBO3) },
-    Variant { name: "turbo2", recorded: "turbo2", k: Side::Turbo(TURBO2), v: Side::Turbo(TURBO2) },
+    Variant {
+        name: "turbo4",
+        recorded: "turbo4",
+        k: Side::Turbo(TURBO4),
+        v: Side::Turbo(TURBO4),
+    },
+    Variant {
+        name: "turbo3",
+        recorded: "turbo3",
+        k: Side::Turbo(TURBO3),
+        v: Side::Turbo(TURBO3),
+    },
+    Variant {
+        name: "turbo2",
+        recorded: "turbo2",
+        k: Side::Turbo(TURBO2),
+        v: Side::Turbo(TURBO2),
+    },
 ];
 
 /// Seed of the sign vector; any value does.
@@ -50,8 +65,11 @@ pub const TURBO3: Turbo = Turbo {
     levels: &[-2.1520, -1.3439, -0.7560, -0.2451, 0.2451, 0.7560, 1.3439, 2.1520],
 };
 /// Two bits per coordinate.
-pub const TURBO2: Turbo =
-    Turbo { bits: 2, thresholds: &[-0.9816, 0.0, 0.9816], levels: &[-1.5104, -0.4528, 0.4528, 1.5104] };
+pub const TURBO2: Turbo = Turbo {
+    bits: 2,
+    thresholds: &[-0.9816, 0.0, 0.9816],
+    levels: &[-1.5104, -0.4528, 0.4528, 1.5104],
+};
 
 /// A scalar quantiser of unit-variance coordinates (Max, 1960) in a random basis.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -69,7 +87,10 @@ impl CodecSpec for Turbo {
         Basis::SignedHadamard { seed: SEED }
     }
     fn layout(&self, head_dim: usize) -> Layout {
-        Layout(vec![Plane::new("codes", head_dim, self.bits), Plane::new("scale", 1, 16)])
+        Layout(vec![
+            Plane::new("codes", head_dim, self.bits),
+            Plane::new("scale", 1, 16),
+        ])
     }
 }
 
@@ -81,14 +102,20 @@ impl HostCodec for Turbo {
         let factor = crate::arith::code_factor(scale);
         for (code, y) in codes.iter_mut().zip(rows) {
             let unit = if factor == 0.0 { 0.0 } else { y * factor };
-            *code = self.thresholds.iter().map(|threshold| u16::from(*threshold <= unit)).sum();
+            *code = self
+                .thresholds
+                .iter()
+                .map(|threshold| u16::from(*threshold <= unit))
+                .sum();
         }
     }
 
     fn decode(&self, entries: &[u16], rows: &mut [f32]) {
         let (codes, word) = entries.split_at(HEAD_DIM);
         let scale = f16_to_f32(word[0]);
-        rows.iter_mut().zip(codes).for_each(|(value, code)| *value = scale * self.levels[usize::from(*code)]);
+        rows.iter_mut()
+            .zip(codes)
+            .for_each(|(value, code)| *value = scale * self.levels[usize::from(*code)]);
     }
 }
 

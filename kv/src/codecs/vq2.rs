@@ -30,11 +30,19 @@ use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 use perplexity_kernels::numeric::f16_to_f32;
 
 /// The variants of this file.
-pub const VARIANTS: &[Variant] =
-    &[Variant { name: "vq2", recorded: "vq2", k: Side::Vq2(Vq2), v: Side::Vq2(Vq2) }];
+pub const VARIANTS: &[Variant] = &[Variant {
+    name: "vq2",
+    recorded: "vq2",
+    k: Side::Vq2(Vq2),
+    v: Side::Vq2(Vq2),
+}];
 
 /// The exact window of `vq2` and `k4v2`.
-pub const WINDOW: Window = Window { sinks: 64, recent: 768, copy: ExactCopy::Int8 };
+pub const WINDOW: Window = Window {
+    sinks: 64,
+    recent: 768,
+    copy: ExactCopy::Int8,
+};
 
 /// Values per word.
 pub const WORD: usize = 8;
@@ -96,7 +104,10 @@ impl CodecSpec for Vq2 {
         Some(WINDOW)
     }
     fn layout(&self, head_dim: usize) -> Layout {
-        Layout(vec![Plane::new("words", head_dim / WORD, 16), Plane::new("scale", 1, 16)])
+        Layout(vec![
+            Plane::new("words", head_dim / WORD, 16),
+            Plane::new("scale", 1, 16),
+        ])
     }
 }
 
@@ -170,9 +181,16 @@ impl HostCodec for Vq2 {
         }
         let unit = LEVEL_UNIT / sigma;
         let mut levels = [0f32; HEAD_DIM];
-        for ((code, y), levels) in words.iter_mut().zip(rows.chunks_exact(WORD)).zip(levels.chunks_exact_mut(WORD)) {
+        for ((code, y), levels) in words
+            .iter_mut()
+            .zip(rows.chunks_exact(WORD))
+            .zip(levels.chunks_exact_mut(WORD))
+        {
             let a: [f32; WORD] = std::array::from_fn(|j| y[j].abs() * unit);
-            let mut signs = y.iter().enumerate().fold(0u16, |signs, (j, value)| signs | u16::from(*value < 0.0) << j);
+            let mut signs = y
+                .iter()
+                .enumerate()
+                .fold(0u16, |signs, (j, value)| signs | u16::from(*value < 0.0) << j);
             let odd = signs.count_ones() % 2 == 1;
             let pattern = nearest_pattern(&a, odd);
             if odd {
@@ -186,7 +204,11 @@ impl HostCodec for Vq2 {
                 signs ^= 1 << flip.1;
             }
             for (j, c) in levels.iter_mut().enumerate() {
-                *c = if signs >> j & 1 == 1 { -level(pattern, j) } else { level(pattern, j) };
+                *c = if signs >> j & 1 == 1 {
+                    -level(pattern, j)
+                } else {
+                    level(pattern, j)
+                };
             }
             *code = pattern as u16 | (signs & 0x7F) << 9;
         }
@@ -200,7 +222,11 @@ impl HostCodec for Vq2 {
             let (pattern, stored) = (usize::from(code & 511), code >> 9);
             let signs = stored | (stored.count_ones() as u16 & 1) << 7;
             for (j, value) in y.iter_mut().enumerate() {
-                let c = if signs >> j & 1 == 1 { -level(pattern, j) } else { level(pattern, j) };
+                let c = if signs >> j & 1 == 1 {
+                    -level(pattern, j)
+                } else {
+                    level(pattern, j)
+                };
                 *value = scale * c;
             }
         }
@@ -232,13 +258,16 @@ fn pattern_levels<B: Backend>(patterns: Tensor<B, 3, Int>) -> Tensor<B, 4> {
     let [tokens, heads, words] = patterns.dims();
     let table: Vec<f32> = (0..PATTERNS * WORD).map(|i| level(i / WORD, i % WORD)).collect();
     let table = Tensor::<B, 2>::from_data(TensorData::new(table, [PATTERNS, WORD]), &patterns.device());
-    table.select(0, patterns.reshape([tokens * heads * words])).reshape([tokens, heads, words, WORD])
+    table
+        .select(0, patterns.reshape([tokens * heads * words]))
+        .reshape([tokens, heads, words, WORD])
 }
 
 /// +1 or -1 `[tokens, heads, words, 8]` from the seven stored bits `[tokens, heads, words]`.
 fn signs_of<B: Backend>(stored: Tensor<B, 3, Int>) -> Tensor<B, 4> {
-    let bits: Vec<Tensor<B, 3>> =
-        (0..7).map(|j| (stored.clone() / (1i64 << j)).remainder_scalar(2).float() * -2.0 + 1.0).collect();
+    let bits: Vec<Tensor<B, 3>> = (0..7)
+        .map(|j| (stored.clone() / (1i64 << j)).remainder_scalar(2).float() * -2.0 + 1.0)
+        .collect();
     let last = bits.iter().cloned().reduce(|a, b| a * b).expect("seven bits");
     Tensor::stack(bits.into_iter().chain([last]).collect(), 3)
 }
@@ -273,8 +302,8 @@ fn store_rows<B: Backend>(rows: Tensor<B, 2>) -> Tensor<B, 2, Int> {
         });
     }
     let norms = Tensor::<B, 2>::from_data(TensorData::new(SQUARED_NORMS.to_vec(), [1, PATTERNS]), &device);
-    let distance =
-        (norms - dot.expect("eight coordinates") * 2.0) + smallest.expect("eight coordinates") * (odd.clone().float() * 4.0);
+    let distance = (norms - dot.expect("eight coordinates") * 2.0)
+        + smallest.expect("eight coordinates") * (odd.clone().float() * 4.0);
     let pattern = tensor_ops::first_argmin(distance);
 
     let levels = pattern_levels(pattern.clone().reshape([count, 1, WORDS])).reshape([words, WORD]);
@@ -301,7 +330,12 @@ mod tests {
     #[test]
     fn the_table_is_sorted_by_norm_and_begins_with_known_rows() {
         assert_eq!(CODEBOOK[..8], [8, 4, 5, 5, 5, 4, 6, 5]);
-        let key = |p: usize| (SQUARED_NORMS[p] as i32, std::array::from_fn::<i32, WORD, _>(|j| level(p, j) as i32));
+        let key = |p: usize| {
+            (
+                SQUARED_NORMS[p] as i32,
+                std::array::from_fn::<i32, WORD, _>(|j| level(p, j) as i32),
+            )
+        };
         assert!((1..PATTERNS).all(|p| key(p - 1) < key(p)));
         assert_eq!((SQUARED_NORMS[0], SQUARED_NORMS[PATTERNS - 1]), (232.0, 3857.0));
         let levels: Vec<i32> = CODEBOOK.iter().map(|byte| i32::from(*byte as i8)).collect();
