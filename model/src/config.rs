@@ -9,6 +9,8 @@ use serde_json::Value;
 mod artifact;
 mod hugging_face;
 
+pub(crate) use artifact::shorten;
+
 /// A text configuration that cannot be used; fields are written as a path, such as `rope_parameters.rope_theta`.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ConfigError {

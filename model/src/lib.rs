@@ -6,3 +6,4 @@ pub mod config;
 pub mod formats;
 pub mod parameters;
 pub mod source;
+pub mod tokenizer;

@@ -119,7 +119,7 @@ impl Record<'_> {
 }
 
 /// The JSON text of a value, cut to a length that fits a message.
-pub(super) fn shorten(value: &Value) -> String {
+pub(crate) fn shorten(value: &Value) -> String {
     const LONGEST: usize = 80;
     let text = value.to_string();
     match text.char_indices().nth(LONGEST) {
