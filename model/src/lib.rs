@@ -1,9 +1,12 @@
 //! Artifacts, checkpoints, numeric formats and the text forward pass of the Qwen3.5 family.
 
 pub mod artifact;
+pub mod bindings;
 pub mod checkpoint;
 pub mod config;
+pub mod convert;
 pub mod formats;
+pub mod inspect;
 pub mod parameters;
 pub mod source;
 pub mod tokenizer;

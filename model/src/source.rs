@@ -4,6 +4,8 @@
 
 use std::path::Path;
 
+use crate::artifact::Artifact;
+use crate::bindings::ArtifactSource;
 use crate::checkpoint::CheckpointSource;
 use crate::config::TextConfig;
 
@@ -16,6 +18,17 @@ pub enum ActivationPolicy {
     AllowA8,
     /// 16-bit, 8-bit or 4-bit.
     AllowA4,
+}
+
+impl ActivationPolicy {
+    /// Its name in an artifact.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::A16Only => "A16Only",
+            Self::AllowA8 => "AllowA8",
+            Self::AllowA4 => "AllowA4",
+        }
+    }
 }
 
 /// A text model's configuration, weights and tokenizer files.
@@ -52,13 +65,18 @@ pub trait TextSource: Send + Sync {
             format!("the source does not say how {name} is stored").into(),
         ))
     }
+
+    /// The artifact behind the source, for callers that take packed objects as they are.
+    fn artifact(&self) -> Option<&Artifact> {
+        None
+    }
 }
 
 /// How one parameter is stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredParameter {
-    /// Extents in C order.
-    pub shape: Vec<usize>,
+    /// Number of elements.
+    pub elements: u64,
     /// Its pieces, in order.
     pub parts: Vec<StoredPart>,
     /// Activation permission at the parameter's input; `None` when it multiplies no activation.
@@ -79,7 +97,7 @@ pub struct StoredPart {
     /// First element of the object that belongs to the parameter, and the one behind the last; `None` when the elements
     /// are scattered (a head-interleaved or transposed tensor of a checkpoint).
     pub range: Option<(u64, u64)>,
-    /// The piece's share of the object's bytes, scales included.
+    /// The piece's share of the object's bytes, scales and padding included, rounded down.
     pub bytes: u64,
 }
 
@@ -88,7 +106,11 @@ pub struct StoredPart {
 /// # Errors
 /// When the path cannot be read or what it holds cannot be used; names what was wrong and where.
 pub fn open(path: &Path) -> Result<Box<dyn TextSource>, SourceError> {
-    Ok(Box::new(CheckpointSource::open(path)?))
+    if path.is_dir() {
+        Ok(Box::new(CheckpointSource::open(path)?))
+    } else {
+        Ok(Box::new(ArtifactSource::open(path)?))
+    }
 }
 
 /// A weight or resource that could not be provided; the message names file, parameter and expectation.

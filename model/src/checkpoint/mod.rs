@@ -5,9 +5,11 @@
 //! note; any other tensor of the text model that no parameter uses is an error, because it would change the numbers.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
+use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensorError};
 use serde_json::Value;
 
@@ -31,6 +33,8 @@ const SKIPPED: [(&str, &str); 5] = [
     ("model.mtp.", "multi-token prediction"),
     ("model.language_model.mtp.", "multi-token prediction"),
 ];
+/// Elements that one task decodes.
+const DECODE_CHUNK: usize = 1 << 16;
 /// Ending of a derived table that some exporters store.
 const ROTARY_TABLE: &str = "rotary_emb.inv_freq";
 
@@ -254,6 +258,27 @@ impl CheckpointSource {
         &self.directory
     }
 
+    /// Elements `range` of parameter `name`, C order; for reading a large parameter piece by piece.
+    ///
+    /// # Errors
+    /// When the parameter does not exist or has fewer elements.
+    pub fn load_range(&self, name: &str, range: Range<usize>) -> Result<Vec<f32>, CheckpointError> {
+        let stored = self.find(name)?;
+        if range.start > range.end || range.end > stored.parameter.elements().unwrap_or(0) {
+            return Err(CheckpointError::ExpectedShape {
+                parameter: name.into(),
+                found: stored.parameter.shape.clone(),
+                expected: vec![range.start, range.end],
+            });
+        }
+        Ok(decode(
+            self.shards.bytes(&stored.tensor),
+            stored.tensor.dtype,
+            &stored.selection,
+            range,
+        ))
+    }
+
     fn find(&self, name: &str) -> Result<&Stored, CheckpointError> {
         self.stored
             .get(name)
@@ -283,11 +308,7 @@ impl TextSource for CheckpointSource {
             }
             .into());
         }
-        Ok(decode(
-            self.shards.bytes(&stored.tensor),
-            stored.tensor.dtype,
-            &stored.selection,
-        ))
+        Ok(self.load_range(name, 0..elements.unwrap_or(0))?)
     }
 
     fn resource(&self, role: &str) -> Result<Option<Vec<u8>>, SourceError> {
@@ -322,7 +343,7 @@ impl TextSource for CheckpointSource {
         };
         let policy = stored.parameter.input.is_some().then_some(ActivationPolicy::A16Only);
         Ok(StoredParameter {
-            shape: stored.parameter.shape.clone(),
+            elements: elements as u64,
             parts: vec![part],
             policy,
         })
@@ -474,32 +495,45 @@ fn word_bytes(dtype: Dtype) -> usize {
     if dtype == Dtype::F32 { 4 } else { 2 }
 }
 
-/// The selected elements as f32; every source value is exact in f32.
-fn decode(bytes: &[u8], dtype: Dtype, selection: &Selection) -> Vec<f32> {
-    let width = word_bytes(dtype);
-    let word = |word: &[u8]| match dtype {
-        Dtype::BF16 => bf16::from_le_bytes([word[0], word[1]]).to_f32(),
-        Dtype::F16 => f16::from_le_bytes([word[0], word[1]]).to_f32(),
-        _ => f32::from_le_bytes([word[0], word[1], word[2], word[3]]),
-    };
-    match selection {
-        Selection::Range(range) => bytes[range.start * width..range.end * width]
-            .chunks_exact(width)
-            .map(word)
-            .collect(),
-        Selection::EverySecond { block, half, blocks } => {
-            let blocks = bytes.chunks_exact(block * width).skip(*half).step_by(2).take(*blocks);
-            blocks.flat_map(|block| block.chunks_exact(width)).map(word).collect()
-        }
-        Selection::TapMajor { channels, taps } => {
-            let mut values = Vec::with_capacity(channels * taps);
-            for tap in 0..*taps {
-                values.extend((0..*channels).map(|channel| {
-                    let at = (channel * taps + tap) * width;
-                    word(&bytes[at..at + width])
-                }));
+/// Elements `range` of the selection as f32; every source value is exact in f32.
+fn decode(bytes: &[u8], dtype: Dtype, selection: &Selection, range: Range<usize>) -> Vec<f32> {
+    let mut values = vec![0.0; range.len()];
+    values
+        .par_chunks_mut(DECODE_CHUNK)
+        .enumerate()
+        .for_each(|(chunk, out)| {
+            let begin = range.start + chunk * DECODE_CHUNK;
+            match selection {
+                Selection::Range(selected) => decode_run(bytes, dtype, selected.start + begin, out),
+                Selection::EverySecond { block, half, .. } => {
+                    let (mut element, mut rest) = (begin, out);
+                    while !rest.is_empty() {
+                        let (number, inside) = (element / block, element % block);
+                        let (run, tail) = rest.split_at_mut(rest.len().min(block - inside));
+                        decode_run(bytes, dtype, (2 * number + half) * block + inside, run);
+                        element += run.len();
+                        rest = tail;
+                    }
+                }
+                Selection::TapMajor { channels, taps } => {
+                    for (at, value) in out.iter_mut().enumerate() {
+                        let (tap, channel) = ((begin + at) / channels, (begin + at) % channels);
+                        decode_run(bytes, dtype, channel * taps + tap, std::slice::from_mut(value));
+                    }
+                }
             }
-            values
-        }
+        });
+    values
+}
+
+/// Consecutive elements from `first` on.
+fn decode_run(bytes: &[u8], dtype: Dtype, first: usize, out: &mut [f32]) {
+    let width = word_bytes(dtype);
+    let words = bytes[first * width..][..out.len() * width].chunks_exact(width);
+    let pairs = out.iter_mut().zip(words);
+    match dtype {
+        Dtype::BF16 => pairs.for_each(|(out, word)| *out = bf16::from_le_bytes([word[0], word[1]]).to_f32()),
+        Dtype::F16 => pairs.for_each(|(out, word)| *out = f16::from_le_bytes([word[0], word[1]]).to_f32()),
+        _ => pairs.for_each(|(out, word)| *out = f32::from_le_bytes([word[0], word[1], word[2], word[3]])),
     }
 }

@@ -1,0 +1,203 @@
+//! An artifact's text component as a weight source: the model's parameter list held against the directory.
+//!
+//! Opening walks the parameters in declaration order and refuses a missing binding, another number of elements or
+//! another shape, another format where one is required, a projection input without a Use or without a policy, an
+//! unknown auxiliary and an unfit activation divisor. Objects and components that no text parameter mentions are not
+//! looked at.
+
+use std::path::{Path, PathBuf};
+
+use crate::artifact::{Artifact, ArtifactError};
+use crate::config::{ConfigError, TextConfig};
+use crate::formats::Format;
+use crate::parameters::{RequiredFormat, parameters};
+use crate::source::{ActivationPolicy, SourceError, StoredParameter, StoredPart, TextSource};
+use crate::tokenizer::{CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG};
+
+/// The component that is loaded.
+const TEXT: &str = "text";
+
+/// An artifact whose text model cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum BindingError {
+    /// The container, a binding or a Use is at fault.
+    #[error("{}: {source}", path.display())]
+    Artifact {
+        /// The entry file.
+        path: PathBuf,
+        /// Why.
+        source: ArtifactError,
+    },
+    /// The text configuration is at fault.
+    #[error("{}: {source}", path.display())]
+    Config {
+        /// The entry file.
+        path: PathBuf,
+        /// Why.
+        source: ConfigError,
+    },
+    /// Asked for with another number of elements.
+    #[error("{}: {parameter} has {found} elements, but {expected:?} was asked for", path.display())]
+    ExpectedShape {
+        /// The entry file.
+        path: PathBuf,
+        /// The parameter.
+        parameter: String,
+        /// Its number of elements.
+        found: u64,
+        /// The shape asked for.
+        expected: Vec<usize>,
+    },
+}
+
+impl From<BindingError> for SourceError {
+    fn from(error: BindingError) -> Self {
+        Self(Box::new(error))
+    }
+}
+
+/// An opened artifact whose text parameters are all there.
+pub struct ArtifactSource {
+    artifact: Artifact,
+    config: TextConfig,
+    name: String,
+}
+
+impl ArtifactSource {
+    /// Opens and checks the entry file `path`.
+    ///
+    /// # Errors
+    /// See [`BindingError`]; no weight has been decoded by then.
+    pub fn open(path: &Path) -> Result<Self, BindingError> {
+        let refused = |source| BindingError::Artifact {
+            path: path.into(),
+            source,
+        };
+        let artifact = Artifact::open(path).map_err(refused)?;
+        let text = &artifact.components()[TEXT];
+        let config = TextConfig::from_artifact(&text.config).map_err(|source| BindingError::Config {
+            path: path.into(),
+            source,
+        })?;
+        for role in [TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION_CONFIG] {
+            artifact.resource(TEXT, role).map_err(refused)?;
+        }
+        for parameter in parameters(&config) {
+            let shape: Vec<u64> = parameter.shape.iter().map(|extent| *extent as u64).collect();
+            let format = match parameter.format {
+                RequiredFormat::Any => None,
+                RequiredFormat::Bf16 => Some(Format::Bf16),
+                RequiredFormat::Fp32 => Some(Format::Fp32),
+            };
+            artifact
+                .check_parameter(&parameter.name, &shape, format)
+                .map_err(refused)?;
+            if let Some(input) = &parameter.input {
+                artifact.activation(&parameter.name, input).map_err(refused)?;
+            }
+        }
+        let name = artifact.name().unwrap_or(config.architecture()).to_owned();
+        Ok(Self { artifact, config, name })
+    }
+
+    fn refused(&self, source: ArtifactError) -> BindingError {
+        BindingError::Artifact {
+            path: self.artifact.path().into(),
+            source,
+        }
+    }
+
+    fn policy(&self, name: &str) -> Result<Option<ActivationPolicy>, BindingError> {
+        let input = parameters(&self.config)
+            .find(|parameter| parameter.name == name)
+            .and_then(|found| found.input);
+        let policy = |input: String| self.artifact.activation(name, &input).map(|(policy, _)| policy);
+        input.map(policy).transpose().map_err(|source| self.refused(source))
+    }
+}
+
+impl TextSource for ArtifactSource {
+    fn config(&self) -> &TextConfig {
+        &self.config
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn load(&self, name: &str, expected: &[usize]) -> Result<Vec<f32>, SourceError> {
+        let found = self.artifact.elements(name).map_err(|source| self.refused(source))?;
+        let wanted = expected
+            .iter()
+            .try_fold(1u64, |product, extent| product.checked_mul(*extent as u64));
+        if wanted != Some(found) {
+            let (path, parameter) = (self.artifact.path().into(), name.into());
+            return Err(BindingError::ExpectedShape {
+                path,
+                parameter,
+                found,
+                expected: expected.to_vec(),
+            }
+            .into());
+        }
+        Ok(self.artifact.load(name).map_err(|source| self.refused(source))?)
+    }
+
+    fn resource(&self, role: &str) -> Result<Option<Vec<u8>>, SourceError> {
+        if !self.artifact.components()[TEXT].resources.contains_key(role) {
+            return Ok(None);
+        }
+        let bytes = self
+            .artifact
+            .resource(TEXT, role)
+            .map_err(|source| self.refused(source))?;
+        Ok(Some(bytes.into_owned()))
+    }
+
+    fn notes(&self) -> Vec<String> {
+        let others: Vec<&str> = self
+            .artifact
+            .components()
+            .keys()
+            .map(String::as_str)
+            .filter(|id| *id != TEXT)
+            .collect();
+        if others.is_empty() {
+            Vec::new()
+        } else {
+            vec![format!("components not loaded: {}", others.join(", "))]
+        }
+    }
+
+    fn stored(&self, name: &str) -> Result<StoredParameter, SourceError> {
+        let parts = self
+            .artifact
+            .stored_parts(name)
+            .map_err(|source| self.refused(source))?;
+        let mut elements = 0;
+        let parts = parts
+            .into_iter()
+            .map(|part| {
+                elements += part.end - part.begin;
+                let whole = u128::from(part.object.elements().unwrap_or(1));
+                StoredPart {
+                    object: part.object.id.clone(),
+                    object_shape: part.encoding.shape.iter().map(|extent| *extent as usize).collect(),
+                    format: part.encoding.format.name(),
+                    layout: part.encoding.layout.name(),
+                    range: Some((part.begin, part.end)),
+                    bytes: (u128::from(part.object.bytes) * u128::from(part.end - part.begin) / whole) as u64,
+                }
+            })
+            .collect();
+        Ok(StoredParameter {
+            elements,
+            parts,
+            policy: self.policy(name)?,
+        })
+    }
+
+    fn artifact(&self) -> Option<&Artifact> {
+        Some(&self.artifact)
+    }
+}

@@ -1,0 +1,438 @@
+//! Conversion of a checkpoint into an artifact: plan, encode parent by parent, write under a temporary name, rename.
+//!
+//! At any time one encoded parent and one slab of source values are held, so memory stays below three times the largest
+//! encoded parent; encoding is parallel over the rows of a slab.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use crate::artifact::{ArtifactError, Binding, Component, Part, Use, Writer, WriterOptions};
+use crate::checkpoint::{CheckpointError, CheckpointSource};
+use crate::formats::{Encoder, Format, FormatError};
+use crate::parameters::parameters;
+use crate::source::{ActivationPolicy, SourceError, TextSource};
+use crate::tokenizer::{
+    AddedTokens, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, TextTokenizer, TokenizerError,
+};
+
+mod plan;
+mod recipe;
+
+pub use plan::{Parent, Plan};
+pub use recipe::{Encoding, Recipe, RecipeError};
+
+/// Source values held at a time (64 MiB as f32).
+const SLAB: usize = 1 << 24;
+
+/// A conversion that failed; nothing is left under the output's name.
+#[derive(Debug, thiserror::Error)]
+pub enum ConvertError {
+    /// The checkpoint cannot be used.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// A resource of the checkpoint cannot be read.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The tokenizer of the checkpoint cannot be used.
+    #[error("the tokenizer of the checkpoint cannot be used: {0}")]
+    Tokenizer(#[from] TokenizerError),
+    /// The artifact cannot be written.
+    #[error(transparent)]
+    Artifact(#[from] ArtifactError),
+    /// An activation divisor that is not a finite positive number.
+    #[error("the activation divisor of {input} is {divisor}: expected a finite positive number")]
+    Divisor {
+        /// The input.
+        input: String,
+        /// The value.
+        divisor: f32,
+    },
+    /// A size that no format can hold.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    /// A weight cannot be encoded.
+    #[error("{parameter} cannot be stored as {format}: {source}")]
+    Encode {
+        /// The parameter.
+        parameter: String,
+        /// The format.
+        format: Format,
+        /// Why.
+        source: FormatError,
+    },
+    /// A weight that is not a number.
+    #[error("element {element} of {parameter} is {value}: expected finite weights")]
+    NotFinite {
+        /// The parameter.
+        parameter: String,
+        /// Flat index.
+        element: usize,
+        /// The value.
+        value: f32,
+    },
+    /// A size does not fit.
+    #[error("{what} overflows")]
+    Overflow {
+        /// The size.
+        what: &'static str,
+    },
+}
+
+/// What to convert into what.
+#[derive(Debug, Clone)]
+pub struct ConvertOptions {
+    /// Formats, methods and permissions.
+    pub recipe: Recipe,
+    /// Public model name; the checkpoint's directory name when absent.
+    pub name: Option<String>,
+    /// Activation divisors by input, such as `text/layers/0/ffn_input`. Four-bit activations are permitted only where
+    /// there is one.
+    pub activation_divisors: BTreeMap<String, f32>,
+    /// Volume limit and artifact id.
+    pub writer: WriterOptions,
+}
+
+impl ConvertOptions {
+    /// `recipe` and nothing special.
+    pub fn new(recipe: Recipe) -> Self {
+        Self {
+            recipe,
+            name: None,
+            activation_divisors: BTreeMap::new(),
+            writer: WriterOptions::default(),
+        }
+    }
+}
+
+/// How far a conversion is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// Tensor objects written.
+    pub objects: usize,
+    /// Tensor objects in all.
+    pub all_objects: usize,
+    /// Bytes of them written.
+    pub bytes: u64,
+    /// Bytes in all.
+    pub all_bytes: u64,
+}
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Summary {
+    /// The entry, then continuation volumes.
+    pub files: Vec<PathBuf>,
+    /// Public model name.
+    pub name: String,
+    /// Recipe name.
+    pub recipe: String,
+    /// Tensor objects.
+    pub objects: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Stored bits per weight.
+    pub bits_per_weight: f64,
+    /// What was skipped, replaced or withheld, in words.
+    pub notes: Vec<String>,
+}
+
+/// Converts the checkpoint directory `source` into the artifact `out`.
+///
+/// `progress` is called after every tensor object. The output has its name only once it is complete.
+///
+/// # Errors
+/// See [`ConvertError`]; an existing output is never overwritten.
+pub fn convert(
+    source: &Path,
+    out: &Path,
+    options: &ConvertOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Summary, ConvertError> {
+    if let Some((input, divisor)) = options
+        .activation_divisors
+        .iter()
+        .find(|(_, divisor)| !(divisor.is_finite() && **divisor > 0.0))
+    {
+        return Err(ConvertError::Divisor {
+            input: input.clone(),
+            divisor: *divisor,
+        });
+    }
+    let source = CheckpointSource::open(source)?;
+    TextTokenizer::from_source(&source, AddedTokens::Match)?;
+    let plan = Plan::new(source.config(), &options.recipe, &options.activation_divisors)?;
+    let mut notes = source.notes();
+    notes.extend(plan.notes.iter().cloned());
+    notes.extend(rounding_note(&source, &plan)?);
+    let resources = resources(&source, &mut notes)?;
+    let name = options.name.clone().unwrap_or_else(|| source.name().into());
+
+    let mut writer = Writer::new(options.writer);
+    let layout = declare(&mut writer, &source, &plan, &resources, options)?;
+    writer.metadata_mut().insert("name".into(), name.as_str().into());
+    *writer.provenance_mut() = provenance(&source, &options.recipe, &notes);
+
+    let mut stream = writer.begin(out)?;
+    for (object, (_, bytes)) in layout.resources.iter().zip(&resources) {
+        stream.append(*object, bytes)?;
+    }
+    let all_bytes = plan.parents.iter().map(|parent| parent.bytes).sum();
+    let mut done = Progress {
+        objects: 0,
+        all_objects: plan.parents.len(),
+        bytes: 0,
+        all_bytes,
+    };
+    for (object, parent) in layout.parents.iter().zip(&plan.parents) {
+        stream.append(*object, &encode_parent(&source, parent)?)?;
+        done.objects += 1;
+        done.bytes += parent.bytes;
+        progress(done);
+    }
+    for (object, divisor) in &layout.divisors {
+        stream.append(*object, &divisor.to_le_bytes())?;
+    }
+    Ok(Summary {
+        files: stream.finish()?,
+        name,
+        recipe: options.recipe.name().into(),
+        objects: plan.parents.len(),
+        bytes: all_bytes,
+        bits_per_weight: plan.bits_per_weight(),
+        notes,
+    })
+}
+
+/// Object numbers in the writer.
+struct Declared {
+    resources: Vec<usize>,
+    parents: Vec<usize>,
+    divisors: Vec<(usize, f32)>,
+}
+
+/// Declares resources, parents and divisors in this order; binds every parameter; adds every Use.
+fn declare(
+    writer: &mut Writer,
+    source: &CheckpointSource,
+    plan: &Plan,
+    resources: &[(&'static str, Vec<u8>)],
+    options: &ConvertOptions,
+) -> Result<Declared, ConvertError> {
+    let mut declared = Declared {
+        resources: Vec::new(),
+        parents: Vec::new(),
+        divisors: Vec::new(),
+    };
+    let mut roles = BTreeMap::new();
+    for (role, bytes) in resources {
+        let object = writer.declare_resource(&format!("resource/text/{role}"), bytes.len() as u64)?;
+        declared.resources.push(object);
+        roles.insert((*role).to_owned(), object);
+    }
+    let config = source.config().to_artifact();
+    writer.set_component(
+        "text",
+        Component {
+            config,
+            target: None,
+            resources: roles,
+            proposal: None,
+        },
+    );
+
+    let mut bindings: BTreeMap<String, Binding> = BTreeMap::new();
+    for parent in &plan.parents {
+        let object = writer.declare_tensor(&parent.id, parent.encoding.format, &parent.shape, 1)?;
+        declared.parents.push(object);
+        if let [only] = parent.members.as_slice() {
+            bindings.insert(only.name.clone(), Binding::Whole { object });
+            continue;
+        }
+        let mut begin = 0;
+        for member in &parent.members {
+            let elements = member.elements().ok_or(ConvertError::Overflow {
+                what: "the size of a parameter",
+            })?;
+            let end = begin + elements as u64;
+            bindings.insert(member.name.clone(), Binding::Parts(vec![Part { object, begin, end }]));
+            begin = end;
+        }
+    }
+    for (parameter, stored) in &plan.shared {
+        if let Some(binding) = bindings.get(stored).cloned() {
+            bindings.insert(parameter.name.clone(), binding);
+        }
+    }
+    bindings
+        .into_iter()
+        .for_each(|(name, binding)| writer.bind(&name, binding));
+
+    let mut divisor_objects: BTreeMap<String, usize> = BTreeMap::new();
+    for parameter in parameters(source.config()) {
+        let Some(input) = parameter.input else { continue };
+        let policy = plan
+            .policies
+            .get(&parameter.name)
+            .copied()
+            .unwrap_or(ActivationPolicy::A16Only);
+        let mut auxiliaries = BTreeMap::new();
+        if let (ActivationPolicy::AllowA4, Some(divisor)) = (policy, options.activation_divisors.get(&input)) {
+            let object = match divisor_objects.get(&input) {
+                Some(object) => *object,
+                None => {
+                    let id = format!("auxiliary/{:06}", divisor_objects.len());
+                    let object = writer.declare_tensor(&id, Format::Fp32, &[], 1)?;
+                    declared.divisors.push((object, *divisor));
+                    divisor_objects.insert(input.clone(), object);
+                    object
+                }
+            };
+            auxiliaries.insert("activation_input_divisor".to_owned(), Binding::Whole { object });
+        }
+        writer.add_use(Use {
+            parameter: parameter.name,
+            input,
+            policy: Some(policy),
+            auxiliaries,
+        });
+    }
+    Ok(declared)
+}
+
+/// The four text resources. A missing chat template or generation configuration, which scoring does not use but every
+/// artifact has, is replaced with a note.
+fn resources(source: &CheckpointSource, notes: &mut Vec<String>) -> Result<Vec<(&'static str, Vec<u8>)>, ConvertError> {
+    let mut resources = Vec::new();
+    for role in [TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION_CONFIG] {
+        let bytes = match source.resource(role)?.filter(|bytes| !bytes.is_empty()) {
+            Some(bytes) => bytes,
+            None if role == CHAT_TEMPLATE => {
+                let config: Option<Value> = source
+                    .resource(TOKENIZER_CONFIG)?
+                    .and_then(|config| serde_json::from_slice(&config).ok());
+                match config
+                    .as_ref()
+                    .and_then(|config| config["chat_template"].as_str())
+                    .filter(|text| !text.is_empty())
+                {
+                    Some(template) => {
+                        notes.push(format!("{CHAT_TEMPLATE} was taken from {TOKENIZER_CONFIG}"));
+                        template.as_bytes().to_vec()
+                    }
+                    None => {
+                        notes.push(format!(
+                            "the checkpoint has no chat template: {CHAT_TEMPLATE} is an empty comment"
+                        ));
+                        b"{# no chat template #}".to_vec()
+                    }
+                }
+            }
+            None if role == GENERATION_CONFIG => {
+                notes.push(format!(
+                    "the checkpoint has no {GENERATION_CONFIG}: no stop tokens are recorded"
+                ));
+                b"{}".to_vec()
+            }
+            None => return Err(TokenizerError::MissingResource { role }.into()),
+        };
+        resources.push((role, bytes));
+    }
+    Ok(resources)
+}
+
+/// Says how many weights lose bits merely by becoming bf16.
+fn rounding_note(source: &CheckpointSource, plan: &Plan) -> Result<Option<String>, ConvertError> {
+    let mut rounded = 0;
+    for member in plan
+        .parents
+        .iter()
+        .filter(|parent| parent.encoding == Encoding::BF16)
+        .flat_map(|parent| &parent.members)
+    {
+        rounded += usize::from(
+            source
+                .stored(&member.name)?
+                .parts
+                .iter()
+                .any(|part| part.format != "bf16"),
+        );
+    }
+    Ok((rounded > 0).then(|| format!("{rounded} weights of wider types were rounded to bf16")))
+}
+
+fn provenance(source: &CheckpointSource, recipe: &Recipe, notes: &[String]) -> Map<String, Value> {
+    let files: Vec<Value> = source
+        .weight_files()
+        .map(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            json!({"name": name, "bytes": std::fs::metadata(path).map(|file| file.len()).ok()})
+        })
+        .collect();
+    let provenance = json!({
+        "tool": env!("CARGO_PKG_NAME"),
+        "tool_version": env!("CARGO_PKG_VERSION"),
+        "recipe": recipe.name(),
+        "rules": recipe.describe(),
+        "source": {"name": source.name(), "files": files},
+        "notes": notes,
+    });
+    match provenance {
+        Value::Object(members) => members,
+        _ => Map::new(),
+    }
+}
+
+/// The values of a parent's members, slab by slab in order of its elements.
+fn for_each_slab(
+    source: &CheckpointSource,
+    parent: &Parent,
+    mut use_slab: impl FnMut(&str, &[f32]) -> Result<(), ConvertError>,
+) -> Result<(), ConvertError> {
+    for member in &parent.members {
+        let elements = member.elements().ok_or(ConvertError::Overflow {
+            what: "the size of a parameter",
+        })?;
+        let columns = member.shape.last().copied().unwrap_or(1);
+        let slab = (SLAB / columns).max(1) * columns;
+        for begin in (0..elements).step_by(slab) {
+            let values = source.load_range(&member.name, begin..elements.min(begin + slab))?;
+            if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+                let parameter = member.name.clone();
+                return Err(ConvertError::NotFinite {
+                    parameter,
+                    element: begin + at,
+                    value: values[at],
+                });
+            }
+            use_slab(&member.name, &values)?;
+        }
+    }
+    Ok(())
+}
+
+/// The encoded bytes of a parent.
+fn encode_parent(source: &CheckpointSource, parent: &Parent) -> Result<Vec<u8>, ConvertError> {
+    let format = parent.encoding.format;
+    let failed = |parameter: &str, source| ConvertError::Encode {
+        parameter: parameter.into(),
+        format,
+        source,
+    };
+    let mut largest = 0.0f32;
+    if format == Format::Nvfp4 {
+        for_each_slab(source, parent, |_, values| {
+            largest = values.iter().fold(largest, |largest, value| largest.max(value.abs()));
+            Ok(())
+        })?;
+    }
+    let mut encoder = Encoder::new(format, parent.encoding.method, &parent.shape, largest)
+        .map_err(|source| failed(&parent.members[0].name, source))?;
+    for_each_slab(source, parent, |name, values| {
+        encoder.push(values).map_err(|source| failed(name, source))
+    })?;
+    encoder
+        .finish()
+        .map_err(|source| failed(&parent.members[0].name, source))
+}
