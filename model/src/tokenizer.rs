@@ -233,17 +233,18 @@ impl TextTokenizer {
     }
 }
 
-/// Start and length in characters of the longest run of white space.
+/// Start and length in characters of the longest run of white space that no line break ends: what a line break ends is
+/// split without the stack.
 fn longest_white_space(text: &str) -> Option<(usize, usize)> {
-    let mut longest = None;
+    let mut longest: Option<(usize, usize)> = None;
     let mut run = (0, 0);
-    for (at, character) in text.char_indices() {
-        if character.is_whitespace() {
+    for (at, character) in text.char_indices().chain([(text.len(), 'x')]) {
+        if matches!(character, '\r' | '\n') {
+            run.1 = 0;
+        } else if character.is_whitespace() {
             run = if run.1 == 0 { (at, 1) } else { (run.0, run.1 + 1) };
-            if longest.is_none_or(|(_, length)| run.1 > length) {
-                longest = Some(run);
-            }
         } else {
+            longest = longest.filter(|(_, length)| *length >= run.1).or(Some(run));
             run.1 = 0;
         }
     }
@@ -338,7 +339,7 @@ fn check_model(file: &Map<String, Value>) -> Result<&Map<String, Value>, Tokeniz
         .filter(|vocab| !vocab.is_empty());
     let vocab = vocab.ok_or_else(|| bad("model.vocab", model.get("vocab"), "a non-empty object"))?;
     for (token, id) in vocab {
-        if !id.as_u64().is_some_and(|id| id <= LARGEST_ID) {
+        if id.as_u64().is_none_or(|id| id > LARGEST_ID) {
             return Err(bad(
                 &format!("model.vocab[{token:?}]"),
                 Some(id),

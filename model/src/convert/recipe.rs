@@ -377,10 +377,10 @@ impl Recipe {
         let mut rules = control();
         rules.push(rule("token_embedding", Encoding::Q8, A16Only));
         rules.push(rule("output_head", Encoding::Q8, A16Only));
-        rules.push(rule("attention/output", Encoding::BF16, A16Only).in_layers(&[3..4, 7..8]));
+        rules.push(rule("attention/output", Encoding::BF16, A16Only).at_layers(&[3, 7]));
         rules.push(rule("attention/output", Encoding::NVFP4, AllowA4));
-        rules.push(rule("attention/*", Encoding::BF16, A16Only).in_layers(&[0..24]));
-        rules.push(rule("gdn/output", Encoding::BF16, A16Only).in_layers(&[4..5]));
+        rules.push(rule("attention/*", Encoding::BF16, A16Only).below_layer(24));
+        rules.push(rule("gdn/output", Encoding::BF16, A16Only).at_layers(&[4]));
         rules.push(rule("*", Encoding::NVFP4, AllowA4));
         Self {
             separate_control: true,
@@ -391,7 +391,7 @@ impl Recipe {
 
     fn nvfp4_3_8_27b() -> Self {
         let mut rules = control();
-        rules.push(rule("mlp/*", Encoding::NVFP4, AllowA4).in_layers(&[0..56]));
+        rules.push(rule("mlp/*", Encoding::NVFP4, AllowA4).below_layer(56));
         rules.push(rule("*", Encoding::FP8, AllowA8));
         Self {
             fallback: Encoding::FP8,
@@ -402,7 +402,7 @@ impl Recipe {
     fn grouped_35b() -> Self {
         let mut rules = control();
         rules.push(rule("output_head", Encoding::Q6, A16Only));
-        rules.push(rule("moe/experts/down", Encoding::Q6, A16Only).in_layers(&[34..35, 38..40]));
+        rules.push(rule("moe/experts/down", Encoding::Q6, A16Only).at_layers(&[34, 38, 39]));
         rules.push(rule("moe/experts/down", Encoding::Q5, A16Only));
         rules.push(rule("moe/experts/*", Encoding::Q4, A16Only));
         rules.push(rule("*", Encoding::Q8, A16Only));
@@ -427,8 +427,13 @@ fn rule(role: &str, encoding: Encoding, policy: ActivationPolicy) -> Rule {
 }
 
 impl Rule {
-    fn in_layers(mut self, layers: &[std::ops::Range<usize>]) -> Self {
-        self.layers = Layers::Ranges(layers.to_vec());
+    fn at_layers(mut self, layers: &[usize]) -> Self {
+        self.layers = Layers::Ranges(layers.iter().map(|layer| *layer..layer + 1).collect());
+        self
+    }
+
+    fn below_layer(mut self, end: usize) -> Self {
+        self.layers = Layers::Ranges(std::iter::once(0..end).collect());
         self
     }
 }
