@@ -24,6 +24,7 @@ pub mod fp8_row;
 pub mod grouped;
 pub mod nvfp4;
 pub mod nvfp4_expert;
+pub mod reference;
 
 pub use encode::{Encoder, encode};
 pub use error::FormatError;
