@@ -12,12 +12,22 @@ pub const LOGPROB_ROUNDING: f32 = 1e-3;
 
 /// A value that is no log-probability.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
-#[error("log-probability {value} at scored position {position} is not a finite number of at most 0")]
+#[error(
+    "log-probability {value} at scored position {position} is not a finite number of at most 0; \
+     the window has {count} such value(s)"
+)]
 pub struct BadLogprob {
-    /// Position within the window's targets.
+    /// Position of the first within the window's targets.
     pub position: usize,
-    /// The value.
+    /// The first value.
     pub value: f32,
+    /// How many there are.
+    pub count: usize,
+}
+
+/// Whether `value` can be the logarithm of a probability.
+fn is_logprob(value: f32) -> bool {
+    value.is_finite() && value <= LOGPROB_ROUNDING
 }
 
 /// Negative log-likelihood summed over scored tokens, in nats.
@@ -39,9 +49,9 @@ impl Aggregate {
     pub fn of_window(logprobs: &[f32]) -> Result<Self, BadLogprob> {
         let (mut total, mut mean, mut squares) = (0.0f64, 0.0f64, 0.0f64);
         for (position, &value) in logprobs.iter().enumerate() {
-            // Written so that NaN fails.
-            if !(value.is_finite() && value <= LOGPROB_ROUNDING) {
-                return Err(BadLogprob { position, value });
+            if !is_logprob(value) {
+                let count = logprobs.iter().filter(|&&v| !is_logprob(v)).count();
+                return Err(BadLogprob { position, value, count });
             }
             let nll = -f64::from(value);
             total += nll;
@@ -154,8 +164,8 @@ mod tests {
     #[test]
     fn what_is_no_log_probability_is_refused() {
         for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.5] {
-            let error = Aggregate::of_window(&[-1.0, value]).unwrap_err();
-            assert_eq!(error.position, 1);
+            let error = Aggregate::of_window(&[-1.0, value, -2.0, f32::NAN]).unwrap_err();
+            assert_eq!((error.position, error.count), (1, 2));
         }
         // The target's probability may round to one from above.
         assert!(Aggregate::of_window(&[1e-7]).is_ok());

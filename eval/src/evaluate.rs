@@ -16,7 +16,7 @@ use crate::scorer::{CausalScorer, ScoreError, ScoreRequest, WindowScores, Window
 use crate::shard::Shard;
 use crate::statistics::{Collector, KlDetail, Sums};
 use crate::top_tokens::{Provenance, TopTokenError};
-use crate::uncertainty::{Block, Uncertainty};
+use crate::uncertainty::{Block, RunningError, Uncertainty};
 use crate::windows::Window;
 
 /// Why an evaluation stopped.
@@ -212,6 +212,8 @@ pub struct Snapshot {
     pub windows: u64,
     /// Everything scored so far.
     pub running: Aggregate,
+    /// Standard error of its mean, clustered by window.
+    pub standard_error: Option<f64>,
     /// Mean divergence of the current stream so far, when comparing.
     pub stream_kl: Option<f64>,
     /// Seconds since scoring began.
@@ -311,7 +313,7 @@ pub struct Results {
     /// Windows per call of the scorer.
     pub batch: usize,
     /// Rows of the head in the softmax's denominator.
-    pub public_tokens: usize,
+    pub softmax_rows: usize,
 }
 
 /// A window on its way to the scorer.
@@ -363,7 +365,7 @@ pub fn evaluate(
         }
         observer.batch_scored(&run.snapshot(batch[batch.len() - 1].stream));
     }
-    run.finish(options, public_tokens)
+    run.finish(options, scorer.softmax_rows())
 }
 
 fn check_tokens(plan: &CorpusPlan, public: usize) -> Result<(), EvaluateError> {
@@ -421,6 +423,7 @@ struct Run<'a> {
     announced: usize,
     domains: BTreeMap<String, Aggregate>,
     overall: Aggregate,
+    running_error: RunningError,
     windows: u64,
     began: Instant,
 }
@@ -449,6 +452,7 @@ impl<'a> Run<'a> {
             announced: 0,
             domains: BTreeMap::new(),
             overall: Aggregate::default(),
+            running_error: RunningError::default(),
             windows: 0,
             began: Instant::now(),
         }
@@ -566,9 +570,9 @@ impl<'a> Run<'a> {
         ] {
             self.check_length(job, what, values.len(), p * per_position)?;
             // Their sum is of no use; their being log-probabilities is.
-            if let Err(BadLogprob { position, value }) = Aggregate::of_window(values) {
-                let position = position / per_position.max(1);
-                return Err(self.bad_value(job, BadLogprob { position, value }));
+            if let Err(bad) = Aggregate::of_window(values) {
+                let position = bad.position / per_position.max(1);
+                return Err(self.bad_value(job, BadLogprob { position, ..bad }));
             }
         }
         Ok(())
@@ -595,6 +599,10 @@ impl<'a> Run<'a> {
             .or_default();
         *domain = domain.plus(aggregate).ok_or(EvaluateError::Overflow)?;
         self.overall = self.overall.plus(aggregate).ok_or(EvaluateError::Overflow)?;
+        self.running_error.add(Block {
+            count: aggregate.scored_tokens,
+            total: aggregate.total_nll,
+        });
         let stream = &mut self.streams[job.stream];
         stream.aggregate = stream.aggregate.plus(aggregate).ok_or(EvaluateError::Overflow)?;
         stream.seconds += seconds;
@@ -625,6 +633,7 @@ impl<'a> Run<'a> {
             totals: self.totals,
             windows: self.windows,
             running: self.overall,
+            standard_error: self.running_error.standard_error(),
             stream_kl: self.files.compares().then_some(kl),
             elapsed: self.began.elapsed().as_secs_f64(),
         }
@@ -671,7 +680,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn finish(mut self, options: &Options, public_tokens: usize) -> Result<Results, EvaluateError> {
+    fn finish(mut self, options: &Options, softmax_rows: usize) -> Result<Results, EvaluateError> {
         let score_seconds = self.began.elapsed().as_secs_f64();
         let (source, top_tokens) = (self.files.source(options)?, Files::saved(options)?);
         let files = std::mem::take(&mut self.files);
@@ -691,7 +700,7 @@ impl<'a> Run<'a> {
             score_seconds,
             shard: options.shard,
             batch: options.batch,
-            public_tokens,
+            softmax_rows,
         })
     }
 }

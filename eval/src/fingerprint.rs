@@ -1,14 +1,42 @@
-//! 64-bit FNV-1a over token ids, each as four little-endian bytes: `h = (h xor byte) · 1099511628211 mod 2^64`.
+//! 64-bit FNV-1a: `h = (h xor byte) · 1099511628211 mod 2^64`. It detects accidents; it is not cryptographic.
 
 const OFFSET_BASIS: u64 = 14_695_981_039_346_656_037;
 const PRIME: u64 = 1_099_511_628_211;
 
-/// Fingerprint of a window's input tokens. It detects accidents; it is not cryptographic.
+/// A running hash.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fnv(u64);
+
+impl Fnv {
+    pub(crate) fn new() -> Self {
+        Self(OFFSET_BASIS)
+    }
+
+    pub(crate) fn bytes(self, bytes: &[u8]) -> Self {
+        Self(
+            bytes
+                .iter()
+                .fold(self.0, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(PRIME)),
+        )
+    }
+
+    /// Each word as four little-endian bytes.
+    pub(crate) fn words(self, words: &[u32]) -> Self {
+        words.iter().fold(self, |hash, word| hash.bytes(&word.to_le_bytes()))
+    }
+
+    pub(crate) fn count(self, count: usize) -> Self {
+        self.bytes(&(count as u64).to_le_bytes())
+    }
+
+    pub(crate) fn finish(self) -> u64 {
+        self.0
+    }
+}
+
+/// Fingerprint of a window's input tokens, each as four little-endian bytes.
 pub fn fingerprint(tokens: &[u32]) -> u64 {
-    tokens
-        .iter()
-        .flat_map(|token| token.to_le_bytes())
-        .fold(OFFSET_BASIS, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(PRIME))
+    Fnv::new().words(tokens).finish()
 }
 
 #[cfg(test)]

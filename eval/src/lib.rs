@@ -50,6 +50,7 @@ pub mod output;
 pub mod progress;
 mod recording;
 pub mod report;
+pub mod resume;
 pub mod scorer;
 pub mod shard;
 pub mod statistics;

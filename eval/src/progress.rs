@@ -27,13 +27,14 @@ pub fn start_line(totals: Totals) -> String {
     )
 }
 
-/// `scoring | 53,247/258,525 tokens | 25/125 windows | PPL 4.9123 | 5.32k tok/s | elapsed 10.0s | ETA 38.6s`, with
-/// ` | stream KL 2.630e-02` before the rate while comparing.
+/// `scoring | 53,247/258,525 tokens | 25/125 windows | PPL 4.9123 ± 0.0310 | 5.32k tok/s | elapsed 10.0s | ETA 38.6s`,
+/// the standard error clustered by window, with ` | stream KL 2.630e-02` before the rate while comparing.
 pub fn progress_line(snapshot: &Snapshot) -> String {
     let Snapshot {
         totals,
         windows,
         running,
+        standard_error,
         stream_kl,
         elapsed,
     } = snapshot;
@@ -43,7 +44,10 @@ pub fn progress_line(snapshot: &Snapshot) -> String {
         count(running.scored_tokens),
         count(totals.tokens),
         totals.windows,
-        running.perplexity().map_or("n/a".into(), |p| format!("{p:.4}")),
+        running.perplexity().map_or("n/a".into(), |p| match standard_error {
+            Some(error) => format!("{p:.4} ± {:.4}", p * error),
+            None => format!("{p:.4}"),
+        }),
         rate(running.scored_tokens as f64 / elapsed, "tok"),
         duration(*elapsed),
         eta(snapshot).map_or("n/a".into(), duration),
@@ -148,6 +152,7 @@ mod tests {
                 total_nll,
                 squared_deviations: 0.0,
             },
+            standard_error: None,
             stream_kl: None,
             elapsed: 10.0,
         }
@@ -171,6 +176,11 @@ mod tests {
             line.contains(" | PPL 4.9123 | stream KL 2.630e-02 | 5.32k tok/s"),
             "{line}"
         );
+        let line = progress_line(&Snapshot {
+            standard_error: Some(0.01),
+            ..snapshot()
+        });
+        assert!(line.contains(" | PPL 4.9123 ± 0.0491 | 5.32k tok/s"), "{line}");
         let none = Snapshot {
             running: Aggregate::default(),
             elapsed: 0.0,

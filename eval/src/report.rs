@@ -93,6 +93,10 @@ pub struct Artifact {
     pub formats: Vec<String>,
     /// Size in bytes.
     pub bytes: Option<u64>,
+    /// SHA-256 of the artifact's header, or of a checkpoint's configuration and index.
+    pub header_sha256: Option<String>,
+    /// SHA-256 of the tokenizer.
+    pub tokenizer_sha256: Option<String>,
 }
 
 /// Where the text came from.
@@ -655,7 +659,7 @@ impl Report {
                 batch_windows: results.batch as u64,
                 settings: run.settings,
             },
-            denominators: Denominators::new(results.public_tokens as u64, &streams),
+            denominators: Denominators::new(results.softmax_rows as u64, &streams),
             timing: Timing {
                 load_seconds: run.load_seconds,
                 read_and_tokenize_seconds: run.read_and_tokenize_seconds,

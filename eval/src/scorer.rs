@@ -50,6 +50,11 @@ pub trait CausalScorer {
     /// Ids the tokenizer can produce; rows of the head at or beyond it take no part in the softmax.
     fn public_tokens(&self) -> usize;
 
+    /// Rows of the head that take part in the softmax; the public ones unless the scorer was told otherwise.
+    fn softmax_rows(&self) -> usize {
+        self.public_tokens()
+    }
+
     /// Scores each window; the result has one entry per window, in order.
     ///
     /// # Errors

@@ -99,6 +99,42 @@ pub fn clustered_standard_error(blocks: &[Block]) -> Option<f64> {
     Some((s / (s - 1.0) * squares).sqrt() / count as f64)
 }
 
+/// The clustered standard error of a growing set of blocks, in constant memory: `Σ (t - n D)²` expanded.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct RunningError {
+    blocks: u64,
+    count: f64,
+    total: f64,
+    total_squares: f64,
+    products: f64,
+    count_squares: f64,
+}
+
+impl RunningError {
+    /// Adds a block.
+    pub fn add(&mut self, block: Block) {
+        let n = block.count as f64;
+        self.blocks += 1;
+        self.count += n;
+        self.total += block.total;
+        self.total_squares += block.total * block.total;
+        self.products += block.total * n;
+        self.count_squares += n * n;
+    }
+
+    /// The standard error of the mean so far; `None` below two blocks.
+    pub fn standard_error(&self) -> Option<f64> {
+        if self.blocks < 2 || self.count == 0.0 {
+            return None;
+        }
+        let mean = self.total / self.count;
+        // Equal blocks cancel to a rounding error, which may be negative.
+        let squares = (self.total_squares - 2.0 * mean * self.products + mean * mean * self.count_squares).max(0.0);
+        let s = self.blocks as f64;
+        Some((s / (s - 1.0) * squares).sqrt() / self.count)
+    }
+}
+
 /// Means of `resamples` draws of as many blocks as there are, with replacement; empty below two blocks.
 fn bootstrap_means(blocks: &[Block], resamples: usize, seed: u64) -> Vec<f64> {
     if blocks.len() < 2 {
@@ -170,6 +206,21 @@ mod tests {
         // One cluster per token is the ordinary standard error: s² = 1.541667, n = 4.
         let tokens = [0.5, 1.25, 3.0, 0.25].map(|nll| block(1, nll));
         assert!((clustered_standard_error(&tokens).unwrap() - 0.620_819).abs() < 1e-6);
+    }
+
+    #[test]
+    fn the_running_error_is_the_clustered_one() {
+        let mut running = RunningError::default();
+        let blocks: Vec<Block> = (0..50).map(|i| block(5 + i % 3, (i * i % 17) as f64)).collect();
+        assert_eq!(running.standard_error(), None);
+        for (i, &b) in blocks.iter().enumerate() {
+            running.add(b);
+            let expected = clustered_standard_error(&blocks[..=i]);
+            match (running.standard_error(), expected) {
+                (Some(a), Some(b)) => assert!((a - b).abs() < 1e-12),
+                (a, b) => assert_eq!(a, b),
+            }
+        }
     }
 
     #[test]

@@ -94,6 +94,31 @@ fn a_scorer_does_not_differ_from_itself() {
     }
 }
 
+#[test]
+fn disjoint_windows_are_compared_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let disjoint = plan_with(WindowKind::Disjoint, 16, 8, &[("a", "x", tokens(61, 7))]);
+    let path = record(&disjoint, &mut ToyScorer::new(VOCABULARY, 3.0, 1), folder.path(), 6);
+    let results = run(&disjoint, &mut ToyScorer::new(VOCABULARY, 3.0, 1), compare(&path));
+    let figures = results.kl.unwrap().overall.figures;
+    assert_eq!(
+        (figures.positions, figures.mean_kl, figures.top1_agreement),
+        (45, 0.0, 1.0)
+    );
+    let sliding = plan_with(WindowKind::Sliding, 16, 8, &[("a", "x", tokens(61, 7))]);
+    let error = evaluate(
+        &sliding,
+        &mut ToyScorer::new(VOCABULARY, 3.0, 1),
+        &compare(&path),
+        &mut (),
+    )
+    .unwrap_err();
+    assert!(
+        error.to_string().contains("context 16, stride 16, this run has"),
+        "{error}"
+    );
+}
+
 /// KL, agreement and ΔNLL of every scored position, computed from whole rows without any of the code under test but the
 /// sum over a row.
 fn expected(plan: &CorpusPlan, reference: &ToyScorer, other: &ToyScorer) -> Vec<(f64, bool, f64)> {
@@ -378,8 +403,27 @@ fn logit_bases_give_the_full_divergence_within_their_codes() {
     let saved = run(&chunks, &mut rows(1), saving);
     let plain = run(&chunks, &mut rows(1), Options::default());
     assert_eq!(saved.overall, plain.overall);
-    // Three chunks of 7 rows of 2·22 + 4 words.
-    assert_eq!(fs::metadata(&path).unwrap().len(), 20 + 48 * 4 + 21 * 96);
+    // Three chunks of 7 rows of 2·22 + 4 words, read as the format says.
+    let bytes = fs::read(&path).unwrap();
+    assert_eq!(bytes.len(), 20 + 48 * 4 + 21 * 96);
+    let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+    assert_eq!((&bytes[..8], [8, 12, 16].map(word)), (&b"_logits_"[..], [16, 43, 3]));
+    assert!((0..48).all(|i| word(20 + 4 * i) == chunks.streams[0].tokens[i]));
+    for r in 0..21 {
+        let at = 20 + 48 * 4 + r * 96;
+        let (scale, least) = (f32::from_bits(word(at)), f32::from_bits(word(at + 4)));
+        // Chunk r / 7 scores its tokens 9 to 15; the row of token i follows token i - 1.
+        let (start, i) = (r / 7 * 16, 9 + r % 7);
+        let expected = rows(1).0.row(chunks.streams[0].tokens[start + i - 1], i);
+        for (id, expected) in expected.iter().enumerate() {
+            let code = u16::from_le_bytes(bytes[at + 8 + 2 * id..][..2].try_into().unwrap());
+            assert!(
+                (least + scale * f32::from(code) - expected).abs() < scale,
+                "row {r}, token {id}"
+            );
+        }
+        assert!(bytes[at + 8 + 2 * VOCABULARY..at + 96].iter().all(|&byte| byte == 0));
+    }
     let compare = |seed| {
         let options = Options {
             logits_reference: Some(path.clone()),

@@ -218,7 +218,7 @@ fn failures_name_stream_and_window() {
         Ok(())
     });
     assert!(
-        message.starts_with("stream `b`, window 2: log-probability NaN at scored position 2"),
+        message.starts_with("stream `b`, window 2: log-probability NaN at scored position 2 is not"),
         "{message}"
     );
     let message = failure(4, |scores| {
