@@ -5,6 +5,7 @@
 //! unknown auxiliary and an unfit activation divisor. Objects and components that no text parameter mentions are not
 //! looked at.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use crate::artifact::{Artifact, ArtifactError};
@@ -26,7 +27,7 @@ pub enum BindingError {
         /// The entry file.
         path: PathBuf,
         /// Why.
-        source: ArtifactError,
+        source: Box<ArtifactError>,
     },
     /// The text configuration is at fault.
     #[error("{}: {source}", path.display())]
@@ -61,6 +62,8 @@ pub struct ArtifactSource {
     artifact: Artifact,
     config: TextConfig,
     name: String,
+    /// Permission and divisor of every projection.
+    activations: HashMap<String, (ActivationPolicy, Option<f32>)>,
 }
 
 impl ArtifactSource {
@@ -71,7 +74,7 @@ impl ArtifactSource {
     pub fn open(path: &Path) -> Result<Self, BindingError> {
         let refused = |source| BindingError::Artifact {
             path: path.into(),
-            source,
+            source: Box::new(source),
         };
         let artifact = Artifact::open(path).map_err(refused)?;
         let text = &artifact.components()[TEXT];
@@ -82,6 +85,7 @@ impl ArtifactSource {
         for role in [TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION_CONFIG] {
             artifact.resource(TEXT, role).map_err(refused)?;
         }
+        let mut activations = HashMap::new();
         for parameter in parameters(&config) {
             let shape: Vec<u64> = parameter.shape.iter().map(|extent| *extent as u64).collect();
             let format = match parameter.format {
@@ -93,26 +97,25 @@ impl ArtifactSource {
                 .check_parameter(&parameter.name, &shape, format)
                 .map_err(refused)?;
             if let Some(input) = &parameter.input {
-                artifact.activation(&parameter.name, input).map_err(refused)?;
+                let activation = artifact.activation(&parameter.name, input).map_err(refused)?;
+                activations.insert(parameter.name, activation);
             }
         }
         let name = artifact.name().unwrap_or(config.architecture()).to_owned();
-        Ok(Self { artifact, config, name })
+        Ok(Self {
+            artifact,
+            config,
+            name,
+            activations,
+        })
     }
 
     fn refused(&self, source: ArtifactError) -> BindingError {
+        let source = Box::new(source);
         BindingError::Artifact {
             path: self.artifact.path().into(),
             source,
         }
-    }
-
-    fn policy(&self, name: &str) -> Result<Option<ActivationPolicy>, BindingError> {
-        let input = parameters(&self.config)
-            .find(|parameter| parameter.name == name)
-            .and_then(|found| found.input);
-        let policy = |input: String| self.artifact.activation(name, &input).map(|(policy, _)| policy);
-        input.map(policy).transpose().map_err(|source| self.refused(source))
     }
 }
 
@@ -190,10 +193,12 @@ impl TextSource for ArtifactSource {
                 }
             })
             .collect();
+        let activation = self.activations.get(name);
         Ok(StoredParameter {
             elements,
             parts,
-            policy: self.policy(name)?,
+            policy: activation.map(|(policy, _)| *policy),
+            has_activation_divisor: activation.is_some_and(|(_, divisor)| divisor.is_some()),
         })
     }
 

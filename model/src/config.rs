@@ -100,6 +100,16 @@ impl AttentionConfig {
     pub fn rotary_dim(&self) -> usize {
         (self.head_dim as f64 * f64::from(self.partial_rotary_factor)) as usize
     }
+
+    /// The position axis of rotary pair `pair`: axis 1 if `pair % 3 == 1` and `pair < 3 * mrope_section[1]`, axis 2 if
+    /// `pair % 3 == 2` and `pair < 3 * mrope_section[2]`, otherwise axis 0. Text gives all axes the same position.
+    pub fn rotary_axis(&self, pair: usize) -> usize {
+        match pair % 3 {
+            1 if pair < self.mrope_section[1].saturating_mul(3) => 1,
+            2 if pair < self.mrope_section[2].saturating_mul(3) => 2,
+            _ => 0,
+        }
+    }
 }
 
 /// Dimensions of the Gated DeltaNet.

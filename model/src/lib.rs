@@ -8,5 +8,6 @@ pub mod convert;
 pub mod formats;
 pub mod inspect;
 pub mod parameters;
+pub mod signature;
 pub mod source;
 pub mod tokenizer;

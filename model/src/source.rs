@@ -81,6 +81,8 @@ pub struct StoredParameter {
     pub parts: Vec<StoredPart>,
     /// Activation permission at the parameter's input; `None` when it multiplies no activation.
     pub policy: Option<ActivationPolicy>,
+    /// Whether that input has a divisor for 4-bit activations.
+    pub has_activation_divisor: bool,
 }
 
 /// A piece of a parameter inside one stored object.

@@ -346,6 +346,7 @@ impl TextSource for CheckpointSource {
             elements: elements as u64,
             parts: vec![part],
             policy,
+            has_activation_divisor: false,
         })
     }
 }

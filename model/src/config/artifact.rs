@@ -261,7 +261,8 @@ fn attention(record: &Record) -> Result<AttentionConfig, ConfigError> {
             format!("a factor that makes an even, positive number of the {head_dim} head features, not {rotary_dim}"),
         ));
     }
-    let counts = axis_counts(rotary_dim / 2, attention.mrope_section);
+    let mut counts = [0; 3];
+    (0..rotary_dim / 2).for_each(|pair| counts[attention.rotary_axis(pair)] += 1);
     if counts != attention.mrope_section {
         return Err(rope.invalid(
             "mrope_section",
@@ -272,21 +273,6 @@ fn attention(record: &Record) -> Result<AttentionConfig, ConfigError> {
         ));
     }
     Ok(attention)
-}
-
-/// Rotary pairs per axis when pair `r` goes to axis 1 if `r % 3 == 1 && r < 3 b`, to axis 2 if `r % 3 == 2 && r < 3 c`,
-/// and to axis 0 otherwise.
-fn axis_counts(pairs: usize, [_, b, c]: [usize; 3]) -> [usize; 3] {
-    let mut counts = [0; 3];
-    for pair in 0..pairs {
-        let axis = match pair % 3 {
-            1 if pair < 3 * b => 1,
-            2 if pair < 3 * c => 2,
-            _ => 0,
-        };
-        counts[axis] += 1;
-    }
-    counts
 }
 
 fn delta_net(record: &Record) -> Result<DeltaNetConfig, ConfigError> {

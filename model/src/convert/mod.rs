@@ -1,7 +1,7 @@
 //! Conversion of a checkpoint into an artifact: plan, encode parent by parent, write under a temporary name, rename.
 //!
-//! At any time one encoded parent and one slab of source values are held, so memory stays below three times the largest
-//! encoded parent; encoding is parallel over the rows of a slab.
+//! At any time one encoded parent and one slab of source values (64 MiB) are held, whatever the model's size; encoding is
+//! parallel over the rows of a slab.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -40,7 +40,7 @@ pub enum ConvertError {
     Tokenizer(#[from] TokenizerError),
     /// The artifact cannot be written.
     #[error(transparent)]
-    Artifact(#[from] ArtifactError),
+    Artifact(#[from] Box<ArtifactError>),
     /// An activation divisor that is not a finite positive number.
     #[error("the activation divisor of {input} is {divisor}: expected a finite positive number")]
     Divisor {
@@ -92,6 +92,12 @@ pub struct ConvertOptions {
     pub activation_divisors: BTreeMap<String, f32>,
     /// Volume limit and artifact id.
     pub writer: WriterOptions,
+}
+
+impl From<ArtifactError> for ConvertError {
+    fn from(error: ArtifactError) -> Self {
+        Self::Artifact(Box::new(error))
+    }
 }
 
 impl ConvertOptions {
