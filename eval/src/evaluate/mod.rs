@@ -4,317 +4,28 @@
 //! windows of several streams, since every window starts from an empty state. Results do not depend on the batch size
 //! as far as the scorer's do not. Memory holds one batch of scores and a few figures per window.
 
+mod error;
+mod observer;
+mod options;
+mod results;
+
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::time::Instant;
 
 use crate::aggregate::{Aggregate, BadLogprob};
 use crate::corpus::CorpusPlan;
-use crate::llama_base::LlamaBaseError;
+use crate::divergence::Position;
 use crate::recording::Files;
 use crate::scorer::{CausalScorer, ScoreError, ScoreRequest, WindowScores, WindowTokens};
 use crate::shard::Shard;
-use crate::statistics::{Collector, KlDetail, Sums};
-use crate::top_tokens::{Provenance, TopTokenError};
+use crate::statistics::{Collector, Sums};
 use crate::uncertainty::{Block, RunningError, Uncertainty};
 use crate::windows::Window;
 
-/// Why an evaluation stopped.
-#[derive(Debug, thiserror::Error)]
-pub enum EvaluateError {
-    /// No windows per batch.
-    #[error("the batch must hold at least 1 window")]
-    Batch,
-    /// A token that the model does not know.
-    #[error(
-        "stream `{stream}`: token {token} at index {index} is outside the model's {public} public tokens; the \
-         tokenizer belongs to another model"
-    )]
-    Token {
-        /// The stream.
-        stream: String,
-        /// Index in the stream.
-        index: usize,
-        /// The id.
-        token: u32,
-        /// Public tokens of the model.
-        public: usize,
-    },
-    /// The model failed.
-    #[error("stream `{stream}`, window {window} (first of a batch of {batch}): {source}")]
-    Scorer {
-        /// Stream of the batch's first window.
-        stream: String,
-        /// Index of that window within its stream.
-        window: usize,
-        /// Windows in the batch.
-        batch: usize,
-        /// The model's message.
-        source: ScoreError,
-    },
-    /// The model returned fewer or more windows than it was given.
-    #[error("stream `{stream}`, window {window}: the model scored {found} windows of a batch of {expected}")]
-    Windows {
-        /// Stream of the batch's first window.
-        stream: String,
-        /// Index of that window within its stream.
-        window: usize,
-        /// Windows returned.
-        found: usize,
-        /// Windows asked for.
-        expected: usize,
-    },
-    /// A result has the wrong length.
-    #[error("stream `{stream}`, window {window}: the model returned {found} {what}, expected {expected}")]
-    Length {
-        /// The stream.
-        stream: String,
-        /// Index of the window within its stream.
-        window: usize,
-        /// Which result.
-        what: &'static str,
-        /// Values returned.
-        found: usize,
-        /// Values expected.
-        expected: usize,
-    },
-    /// A result is no log-probability.
-    #[error("stream `{stream}`, window {window}: {source}")]
-    Value {
-        /// The stream.
-        stream: String,
-        /// Index of the window within its stream.
-        window: usize,
-        /// The value and its position.
-        source: BadLogprob,
-    },
-    /// Options that exclude one another.
-    #[error("{0}")]
-    Combination(&'static str),
-    /// More top tokens per position than a file or the model has.
-    #[error("{asked} top tokens per position were asked for; ask for 1 to {limit}")]
-    TopK {
-        /// Tokens asked for.
-        asked: u32,
-        /// The limit.
-        limit: u64,
-    },
-    /// Two roles for one file.
-    #[error("{path} is to be both read and written; name two files", path = path.display())]
-    SameFile {
-        /// The file.
-        path: PathBuf,
-    },
-    /// A top-token file is at fault.
-    #[error(transparent)]
-    TopTokens(#[from] TopTokenError),
-    /// A logit base is at fault.
-    #[error(transparent)]
-    LlamaBase(#[from] LlamaBaseError),
-    /// The tokens file cannot be written.
-    #[error("cannot write the tokens file {path}: {source}", path = path.display())]
-    TokensFile {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// The number of scored tokens exceeds 64 bits.
-    #[error("the number of scored tokens overflows")]
-    Overflow,
-}
-
-/// A top-token reference to write.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SaveTopTokens {
-    /// Where to.
-    pub path: PathBuf,
-    /// Tokens per position, `1..=64`.
-    pub per_position: u32,
-}
-
-/// A logit base to write.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SaveLogits {
-    /// Where to; an existing file is refused.
-    pub path: PathBuf,
-    /// Values per row, at least the public tokens, which is the default; further ones get code 0.
-    pub row_width: Option<u32>,
-}
-
-/// How to run.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Windows per call of the scorer, at least 1.
-    pub batch: usize,
-    /// Share of the windows to score.
-    pub shard: Shard,
-    /// Top-token reference to write.
-    pub save_top_tokens: Option<SaveTopTokens>,
-    /// Top-token reference to compare with.
-    pub kl_reference: Option<PathBuf>,
-    /// Tokens file to write before scoring.
-    pub save_tokens: Option<PathBuf>,
-    /// Logit base to write.
-    pub logits_out: Option<SaveLogits>,
-    /// Logit base to compare with.
-    pub logits_reference: Option<PathBuf>,
-    /// What written references say about this run.
-    pub provenance: Option<Provenance>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            batch: 1,
-            shard: Shard::WHOLE,
-            save_top_tokens: None,
-            kl_reference: None,
-            save_tokens: None,
-            logits_out: None,
-            logits_reference: None,
-            provenance: None,
-        }
-    }
-}
-
-impl Options {
-    /// Checks everything that needs neither model nor tokenizer: combinations of options, and the headers of the files to
-    /// compare with. [`evaluate`] checks it again.
-    ///
-    /// # Errors
-    /// When options exclude one another or a reference is refused.
-    pub fn check(&self) -> Result<(), EvaluateError> {
-        if self.batch == 0 {
-            return Err(EvaluateError::Batch);
-        }
-        Files::check(self)
-    }
-}
-
-/// What will be scored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Totals {
-    /// Streams.
-    pub streams: usize,
-    /// Scored tokens.
-    pub tokens: u64,
-    /// Windows.
-    pub windows: u64,
-}
-
-/// State after a batch.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Snapshot {
-    /// What will be scored.
-    pub totals: Totals,
-    /// Windows scored so far.
-    pub windows: u64,
-    /// Everything scored so far.
-    pub running: Aggregate,
-    /// Standard error of its mean, clustered by window.
-    pub standard_error: Option<f64>,
-    /// Mean divergence of the current stream so far, when comparing.
-    pub stream_kl: Option<f64>,
-    /// Seconds since scoring began.
-    pub elapsed: f64,
-}
-
-/// Hears how an evaluation proceeds; every method may be left out.
-pub trait Progress {
-    /// Scoring begins.
-    fn started(&mut self, _totals: Totals) {}
-    /// The first window of a stream is about to be scored.
-    fn stream_started(&mut self, _plan: &CorpusPlan, _stream: usize) {}
-    /// A batch was scored.
-    fn batch_scored(&mut self, _snapshot: &Snapshot) {}
-    /// The last window of a stream was scored.
-    fn stream_finished(&mut self, _plan: &CorpusPlan, _stream: usize, _result: &StreamResult) {}
-}
-
-/// Hears nothing.
-impl Progress for () {}
-
-/// One scored window.
-#[derive(Debug, Clone, PartialEq)]
-pub struct WindowResult {
-    /// Index within its stream.
-    pub index: usize,
-    /// Its token ranges.
-    pub window: Window,
-    /// Its sums.
-    pub aggregate: Aggregate,
-    /// Mean over everything scored up to and with this window.
-    pub running_mean_nll: f64,
-    /// Its share of the batch's time, by input tokens.
-    pub seconds: f64,
-    /// Sums of its comparison.
-    pub kl: Option<Sums>,
-}
-
-/// One scored stream.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct StreamResult {
-    /// The scored windows in order.
-    pub windows: Vec<WindowResult>,
-    /// Their sum.
-    pub aggregate: Aggregate,
-    /// Their time.
-    pub seconds: f64,
-    /// Their comparison, once the last one is scored.
-    pub kl: Option<KlDetail>,
-}
-
-/// What was compared with.
-#[derive(Debug, Clone, PartialEq)]
-pub struct KlSource {
-    /// Absolute path of the reference.
-    pub path: PathBuf,
-    /// Its tokens per position; `None` for whole rows.
-    pub top_tokens: Option<u32>,
-    /// What made it, when it says so.
-    pub provenance: Option<Provenance>,
-}
-
-/// A comparison over everything.
-#[derive(Debug, Clone, PartialEq)]
-pub struct KlResults {
-    /// What was compared with.
-    pub source: KlSource,
-    /// All positions.
-    pub overall: KlDetail,
-    /// By domain, in bytewise order of the name.
-    pub domains: BTreeMap<String, KlDetail>,
-    /// Uncertainty of the mean divergence.
-    pub mean_kl: Uncertainty,
-    /// Uncertainty of the mean change of the negative log-likelihood.
-    pub mean_delta_nll: Uncertainty,
-}
-
-/// Everything an evaluation found.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Results {
-    /// One entry per planned stream, in selection order.
-    pub streams: Vec<StreamResult>,
-    /// By domain, in bytewise order of the name.
-    pub domains: BTreeMap<String, Aggregate>,
-    /// Over everything.
-    pub overall: Aggregate,
-    /// Uncertainty of the overall mean.
-    pub uncertainty: Uncertainty,
-    /// The comparison with a reference.
-    pub kl: Option<KlResults>,
-    /// The top-token reference that was written, by absolute path.
-    pub top_tokens: Option<SaveTopTokens>,
-    /// Wall-clock time of scoring.
-    pub score_seconds: f64,
-    /// The share that was scored.
-    pub shard: Shard,
-    /// Windows per call of the scorer.
-    pub batch: usize,
-    /// Rows of the head in the softmax's denominator.
-    pub softmax_rows: usize,
-}
+pub use error::EvaluateError;
+pub use observer::{Progress, Snapshot, Totals};
+pub use options::{Options, SaveLogits, SaveTopTokens};
+pub use results::{KlResults, KlSource, Results, StreamResult, WindowResult};
 
 /// A window on its way to the scorer.
 #[derive(Debug, Clone, Copy)]
@@ -403,11 +114,11 @@ fn jobs(plan: &CorpusPlan, shard: Shard) -> impl Iterator<Item = Job> + '_ {
 }
 
 /// What a batch gave for one window.
-pub(crate) struct Scored {
+struct Scored {
     /// Sums of the negative log-likelihood.
-    pub(crate) aggregate: Aggregate,
+    aggregate: Aggregate,
     /// The compared positions, when comparing.
-    pub(crate) positions: Vec<crate::divergence::Position>,
+    positions: Vec<Position>,
 }
 
 /// State of an evaluation.

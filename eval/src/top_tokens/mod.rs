@@ -12,6 +12,8 @@
 //! Readers of this format stop at the footer, so the trailer, which says which model and settings made the file, disturbs
 //! none of them. A file is written as `FILE.partial` and renamed when complete; one without a footer is refused.
 
+mod error;
+
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -22,6 +24,8 @@ use crate::aggregate::LOGPROB_ROUNDING;
 use crate::corpus::CorpusPlan;
 use crate::files::PendingFile;
 use crate::foreign::{PREFIX_LEN, describe};
+
+pub use error::TopTokenError;
 
 /// Most tokens per position that a file may hold.
 pub const MAX_TOP_K: u32 = 64;
@@ -36,151 +40,6 @@ const TRAILER_MAGIC: &[u8; 8] = b"TOPKINFO";
 const MAX_TRAILER: u64 = 1 << 20;
 /// Probabilities of distinct tokens may exceed one by rounding, not by more.
 const MAX_MASS: f64 = 1.0 + 1e-3;
-
-/// Why a reference is refused or cannot be written.
-#[derive(Debug, thiserror::Error)]
-pub enum TopTokenError {
-    /// The system refuses.
-    #[error("{path}: {source}", path = path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The file is something else.
-    #[error("{path} is not a top-token reference of version 1; it is {found}", path = path.display())]
-    Kind {
-        /// The file.
-        path: PathBuf,
-        /// What it is.
-        found: &'static str,
-    },
-    /// The file has a later version.
-    #[error("{path} is a top-token reference of version {version}; this program reads version 1", path = path.display())]
-    Version {
-        /// The file.
-        path: PathBuf,
-        /// Its version.
-        version: u32,
-    },
-    /// A field of the header is out of range.
-    #[error("{path} is not a valid reference: {field} is {value}, the limit is {limit}", path = path.display())]
-    Header {
-        /// The file.
-        path: PathBuf,
-        /// The field.
-        field: &'static str,
-        /// Its value.
-        value: u64,
-        /// Greatest value; 0 is never valid.
-        limit: u64,
-    },
-    /// A string of the header is not UTF-8.
-    #[error("{path} is not a valid reference: its {field} is not UTF-8", path = path.display())]
-    Text {
-        /// The file.
-        path: PathBuf,
-        /// The field.
-        field: &'static str,
-    },
-    /// The file ends too early.
-    #[error("{path} is truncated in {place}; the run that wrote it did not finish, record it again", path = path.display())]
-    Truncated {
-        /// The file.
-        path: PathBuf,
-        /// Where it ends.
-        place: String,
-    },
-    /// The file was recorded under another protocol.
-    #[error(
-        "{path} was recorded for {recorded}, this run has {run}; use the same corpus, mode, context and stride, or \
-         record a new reference", path = path.display()
-    )]
-    Protocol {
-        /// The file.
-        path: PathBuf,
-        /// What it was recorded for.
-        recorded: String,
-        /// What this run has.
-        run: String,
-    },
-    /// The file was recorded with another vocabulary.
-    #[error(
-        "{path} was recorded over {recorded} tokens of vocabulary, this model has {public}; \
-         only models with one tokenizer can be compared", path = path.display()
-    )]
-    Vocabulary {
-        /// The file.
-        path: PathBuf,
-        /// Public tokens of the recorded model.
-        recorded: u64,
-        /// Public tokens of this model.
-        public: u64,
-    },
-    /// The footer comes where a record should be.
-    #[error(
-        "{path} holds fewer windows than this run: it ends before window {window} of stream `{stream}`; it was \
-         recorded from fewer windows, record it again", path = path.display()
-    )]
-    TooFewWindows {
-        /// The file.
-        path: PathBuf,
-        /// Stream of the missing window.
-        stream: String,
-        /// Its index.
-        window: usize,
-    },
-    /// A record comes where the footer should be.
-    #[error("{path} holds more windows than this run; score the whole corpus or record a new reference", path = path.display())]
-    TooManyWindows {
-        /// The file.
-        path: PathBuf,
-    },
-    /// A record has an impossible range of targets.
-    #[error("{path}: window {window} of stream `{stream}` has the invalid target range {begin}..{end}", path = path.display())]
-    Range {
-        /// The file.
-        path: PathBuf,
-        /// Stream of the expected window.
-        stream: String,
-        /// Its index.
-        window: usize,
-        /// First target.
-        begin: u64,
-        /// End of the targets.
-        end: u64,
-    },
-    /// The record belongs to another window or other tokens.
-    #[error(
-        "{path}: window {window} of stream `{stream}` was recorded over different tokens ({difference}); the text, the \
-         tokenizer or the window plan differs, record a new reference", path = path.display()
-    )]
-    Tokens {
-        /// The file.
-        path: PathBuf,
-        /// Stream of the expected window.
-        stream: String,
-        /// Its index.
-        window: usize,
-        /// The first field that differs.
-        difference: String,
-    },
-    /// A value of a record cannot be right.
-    #[error("{path}: window {window} of stream `{stream}`, position {position}: {what}", path = path.display())]
-    Value {
-        /// The file.
-        path: PathBuf,
-        /// Stream of the window.
-        stream: String,
-        /// Its index.
-        window: usize,
-        /// Position within its targets.
-        position: usize,
-        /// What is wrong.
-        what: String,
-    },
-}
 
 /// The header.
 #[derive(Debug, Clone, PartialEq, Eq)]
