@@ -126,7 +126,7 @@ impl Object {
                 });
             }
             let alignment = layout.alignment();
-            if self.offset % alignment != 0 {
+            if !self.offset.is_multiple_of(alignment) {
                 return Err(FormatError::Alignment {
                     offset: self.offset,
                     alignment,

@@ -440,3 +440,38 @@ impl Drop for ObjectStream {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_limit_leaves_whole_blocks_of_payload() {
+        let files = split(70_000_000_000, 65_536, DEFAULT_VOLUME_LIMIT, "x.ninfer").unwrap();
+        let sizes: Vec<u64> = files.iter().map(|file| file.payload_bytes).collect();
+        assert_eq!(
+            sizes,
+            [
+                31_999_934_464,
+                31_999_995_904,
+                70_000_000_000 - 31_999_934_464 - 31_999_995_904
+            ]
+        );
+        assert_eq!(files[0].path, None);
+        assert_eq!(files[2].path.as_deref(), Some("x.ninfer.part-0002"));
+        assert_eq!(
+            split(32_000_000_000 - 65_536, 65_536, DEFAULT_VOLUME_LIMIT, "x")
+                .unwrap()
+                .len(),
+            1
+        );
+        assert_eq!(
+            split(32_000_000_001 - 65_536, 65_536, DEFAULT_VOLUME_LIMIT, "x")
+                .unwrap()
+                .len(),
+            2
+        );
+        let many = split(10_001 * 4096, 4096, 8192, "x.infernix").unwrap();
+        assert_eq!(many[10_000].path.as_deref(), Some("x.infernix.part-10000"));
+    }
+}

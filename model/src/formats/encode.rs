@@ -73,7 +73,7 @@ impl Encoder {
     /// (except for bf16 and fp32), or beyond the range of the format's scale.
     pub fn push(&mut self, values: &[f32]) -> Result<(), FormatError> {
         let count = values.len() as u64;
-        if values.len() % self.columns != 0 {
+        if !values.len().is_multiple_of(self.columns) {
             return Err(FormatError::PartialRow {
                 values: count,
                 columns: self.columns as u64,

@@ -55,7 +55,8 @@ impl Geometry {
         if rows % TILE_ROWS != 0 || columns % TILE_COLUMNS != 0 {
             return Err(FormatError::shape(format, shape, "N % 128 == 0 and K % 64 == 0"));
         }
-        let whole_tiles = divisors == 1 || (divisors != 0 && rows % divisors == 0 && rows / divisors % TILE_ROWS == 0);
+        let whole_tiles =
+            divisors == 1 || (divisors != 0 && rows % divisors == 0 && (rows / divisors).is_multiple_of(TILE_ROWS));
         if !whole_tiles {
             return Err(FormatError::UnexpectedDivisors { format, divisors });
         }
