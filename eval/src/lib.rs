@@ -42,6 +42,7 @@ mod exact_json;
 pub mod files;
 pub mod fingerprint;
 pub mod foreign;
+pub mod gate;
 pub mod humanize;
 pub mod llama_base;
 pub mod manifest;
