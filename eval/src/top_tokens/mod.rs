@@ -201,21 +201,15 @@ impl Writer {
         top_ids: &[u32],
         top_logprobs: &[f32],
     ) -> Result<(), TopTokenError> {
-        let file = &mut self.file;
-        let mut write = || {
-            file.write_all(&key.stream.to_le_bytes())?;
-            for word in [key.target_begin, key.target_end, key.fingerprint] {
-                file.write_all(&word.to_le_bytes())?;
-            }
-            let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-            for words in [bits(logprobs), top_ids.to_vec(), bits(top_logprobs)] {
-                for word in words {
-                    file.write_all(&word.to_le_bytes())?;
-                }
-            }
-            Ok(())
-        };
-        write().map_err(|source| TopTokenError::Io {
+        let mut bytes = Vec::with_capacity(28 + 4 * (logprobs.len() + top_ids.len() + top_logprobs.len()));
+        bytes.extend(key.stream.to_le_bytes());
+        for word in [key.target_begin, key.target_end, key.fingerprint] {
+            bytes.extend(word.to_le_bytes());
+        }
+        bytes.extend(logprobs.iter().flat_map(|value| value.to_le_bytes()));
+        bytes.extend(top_ids.iter().flat_map(|id| id.to_le_bytes()));
+        bytes.extend(top_logprobs.iter().flat_map(|value| value.to_le_bytes()));
+        self.file.write_all(&bytes).map_err(|source| TopTokenError::Io {
             path: self.path.clone(),
             source,
         })
