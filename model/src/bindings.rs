@@ -12,7 +12,7 @@ use crate::artifact::{Artifact, ArtifactError};
 use crate::config::{ConfigError, TextConfig};
 use crate::formats::Format;
 use crate::parameters::{RequiredFormat, parameters};
-use crate::source::{ActivationPolicy, SourceError, StoredParameter, StoredPart, TextSource};
+use crate::source::{ActivationPolicy, SourceError, SourceFile, StoredParameter, StoredPart, TextSource};
 use crate::tokenizer::{CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG};
 
 /// The component that is loaded.
@@ -170,6 +170,17 @@ impl TextSource for ArtifactSource {
         } else {
             vec![format!("components not loaded: {}", others.join(", "))]
         }
+    }
+
+    fn files(&self) -> Vec<SourceFile> {
+        let entry = self.artifact.path().file_name().unwrap_or_default().to_string_lossy();
+        let files = self.artifact.files().iter();
+        files
+            .map(|file| SourceFile {
+                name: file.path.clone().unwrap_or_else(|| entry.clone().into()),
+                bytes: file.payload_bytes,
+            })
+            .collect()
     }
 
     fn stored(&self, name: &str) -> Result<StoredParameter, SourceError> {

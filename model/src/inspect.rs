@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::artifact::{Artifact, ObjectContent};
 use crate::config::TextConfig;
 use crate::parameters::parameters;
-use crate::source::{self, SourceError, TextSource};
+use crate::source::{self, SourceError, SourceFile, TextSource};
 use crate::tokenizer::{CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG};
 
 /// Everything `inspect` tells.
@@ -28,7 +28,7 @@ pub struct Inspection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub artifact_id: Option<String>,
     /// Files and the payload bytes in each.
-    pub files: Vec<FileEntry>,
+    pub files: Vec<SourceFile>,
     /// Components by id.
     pub components: Vec<ComponentEntry>,
     /// The text configuration, as an artifact records it.
@@ -53,15 +53,6 @@ pub struct Inspection {
     pub provenance: Value,
     /// What was skipped or ignored on opening.
     pub notes: Vec<String>,
-}
-
-/// A file of the model.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct FileEntry {
-    /// File name.
-    pub name: String,
-    /// Payload bytes (artifact) or file length (checkpoint).
-    pub bytes: u64,
 }
 
 /// A component of an artifact.
@@ -154,7 +145,7 @@ impl Inspection {
             name: source.name().into(),
             architecture: config.architecture(),
             artifact_id: artifact.map(Artifact::artifact_id),
-            files: artifact.map_or_else(|| checkpoint_files(path), |artifact| artifact_files(path, artifact)),
+            files: source.files(),
             components: artifact.map_or_else(Vec::new, components),
             config: config.to_artifact(),
             roles: roles(&parameters),
@@ -258,38 +249,6 @@ fn roles(parameters: &[ParameterEntry]) -> Vec<RoleEntry> {
     roles
 }
 
-fn artifact_files(path: &Path, artifact: &Artifact) -> Vec<FileEntry> {
-    let entry = path.file_name().unwrap_or_default().to_string_lossy();
-    let files = artifact.files().iter();
-    files
-        .map(|file| FileEntry {
-            name: file.path.clone().unwrap_or_else(|| entry.clone().into()),
-            bytes: file.payload_bytes,
-        })
-        .collect()
-}
-
-fn checkpoint_files(path: &Path) -> Vec<FileEntry> {
-    let mut files: Vec<FileEntry> = std::fs::read_dir(path)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|entry| {
-            let name = entry
-                .file_name()
-                .into_string()
-                .ok()
-                .filter(|name| name.ends_with(".safetensors"))?;
-            Some(FileEntry {
-                name,
-                bytes: entry.metadata().ok()?.len(),
-            })
-        })
-        .collect();
-    files.sort_by(|left, right| left.name.cmp(&right.name));
-    files
-}
-
 fn components(artifact: &Artifact) -> Vec<ComponentEntry> {
     artifact
         .components()
@@ -352,6 +311,11 @@ fn counts(counts: &BTreeMap<&'static str, usize>) -> String {
     }
 }
 
+/// A string without its quotes, any other value as JSON.
+fn plain(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
 impl fmt::Display for Inspection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{} {}", self.kind, self.path)?;
@@ -407,11 +371,14 @@ impl fmt::Display for Inspection {
         if let Some(provenance) = self.provenance.as_object().filter(|members| !members.is_empty()) {
             writeln!(f)?;
             for (member, value) in provenance {
-                writeln!(
-                    f,
-                    "provenance {member}: {}",
-                    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
-                )?;
+                match value {
+                    Value::Array(lines) => {
+                        lines
+                            .iter()
+                            .try_for_each(|line| writeln!(f, "provenance {member}: {}", plain(line)))?;
+                    }
+                    value => writeln!(f, "provenance {member}: {}", plain(value))?,
+                }
             }
         }
         for note in &self.notes {

@@ -56,6 +56,11 @@ pub trait TextSource: Send + Sync {
         Vec::new()
     }
 
+    /// The files that are read, and the bytes of weights and resources in each (artifact) or their lengths (checkpoint).
+    fn files(&self) -> Vec<SourceFile> {
+        Vec::new()
+    }
+
     /// How parameter `name` is stored.
     ///
     /// # Errors
@@ -70,6 +75,15 @@ pub trait TextSource: Send + Sync {
     fn artifact(&self) -> Option<&Artifact> {
         None
     }
+}
+
+/// A file behind a source.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct SourceFile {
+    /// File name.
+    pub name: String,
+    /// Payload bytes or length.
+    pub bytes: u64,
 }
 
 /// How one parameter is stored.

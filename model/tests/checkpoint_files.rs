@@ -141,6 +141,25 @@ fn fused_and_separate_experts_are_the_same_experts() {
 }
 
 #[test]
+fn reading_piece_by_piece_gives_the_whole() {
+    // Pieces that cross heads, rows and decoding tasks; the demo's embedding has 2,129,920 elements.
+    for directory in ["demo_hf", "fixtures/moe"] {
+        let source = CheckpointSource::open(&data(directory)).expect(directory);
+        for parameter in parameters(source.config()) {
+            let whole = source.load(&parameter.name, &parameter.shape).expect(&parameter.name);
+            let piece = [1, 3, 257, 65_537, 1_000_003][parameter.name.len() % 5].max(whole.len() / 40);
+            let mut pieces = Vec::new();
+            for begin in (0..whole.len()).step_by(piece) {
+                let end = whole.len().min(begin + piece);
+                pieces.extend(source.load_range(&parameter.name, begin..end).expect(&parameter.name));
+            }
+            assert!(pieces == whole, "{directory} {} by {piece}", parameter.name);
+            assert!(source.load_range(&parameter.name, 0..whole.len() + 1).is_err());
+        }
+    }
+}
+
+#[test]
 fn all_three_float_types_are_read_exactly() {
     for (kind, format) in [(dtype::BF16, "bf16"), (dtype::F16, "fp16"), (dtype::F32, "fp32")] {
         let mut tiny = Tiny::dense();

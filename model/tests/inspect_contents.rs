@@ -89,6 +89,7 @@ fn an_artifact_is_described_down_to_its_objects() {
 fn the_table_and_the_json_tell_the_same() {
     let inspection = Inspection::of_path(&data("fixtures/moe")).expect("opens");
     let table = inspection.to_string();
+    assert_eq!(inspection.files.len(), 1, "stray files are not files of the model");
     let experts = table
         .lines()
         .find(|line| line.starts_with("moe/experts/up"))

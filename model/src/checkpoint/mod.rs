@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::config::{ConfigError, TextConfig};
 use crate::parameters::{Parameter, parameters};
-use crate::source::{ActivationPolicy, SourceError, StoredParameter, StoredPart, TextSource};
+use crate::source::{ActivationPolicy, SourceError, SourceFile, StoredParameter, StoredPart, TextSource};
 
 mod names;
 mod shards;
@@ -248,11 +248,6 @@ impl CheckpointSource {
         })
     }
 
-    /// The safetensors files that are read.
-    pub fn weight_files(&self) -> impl Iterator<Item = &Path> {
-        self.shards.paths()
-    }
-
     /// The directory as given.
     pub fn directory(&self) -> &Path {
         &self.directory
@@ -325,6 +320,10 @@ impl TextSource for CheckpointSource {
 
     fn notes(&self) -> Vec<String> {
         self.notes.clone()
+    }
+
+    fn files(&self) -> Vec<SourceFile> {
+        self.shards.files()
     }
 
     fn stored(&self, name: &str) -> Result<StoredParameter, SourceError> {

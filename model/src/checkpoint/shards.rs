@@ -12,6 +12,7 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
 use super::CheckpointError;
+use crate::source::SourceFile;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -110,8 +111,17 @@ impl Shards {
         &self.shards[tensor.shard].path
     }
 
-    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
-        self.shards.iter().map(|shard| shard.path.as_path())
+    pub(super) fn files(&self) -> Vec<SourceFile> {
+        let file = |shard: &Shard| SourceFile {
+            name: shard
+                .path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned(),
+            bytes: shard.map.len() as u64,
+        };
+        self.shards.iter().map(file).collect()
     }
 }
 

@@ -369,19 +369,12 @@ fn rounding_note(source: &CheckpointSource, plan: &Plan) -> Result<Option<String
 }
 
 fn provenance(source: &CheckpointSource, recipe: &Recipe, notes: &[String]) -> Map<String, Value> {
-    let files: Vec<Value> = source
-        .weight_files()
-        .map(|path| {
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            json!({"name": name, "bytes": std::fs::metadata(path).map(|file| file.len()).ok()})
-        })
-        .collect();
     let provenance = json!({
-        "tool": env!("CARGO_PKG_NAME"),
+        "tool": "burn-perplexity",
         "tool_version": env!("CARGO_PKG_VERSION"),
         "recipe": recipe.name(),
         "rules": recipe.describe(),
-        "source": {"name": source.name(), "files": files},
+        "source": {"name": source.name(), "files": source.files()},
         "notes": notes,
     });
     match provenance {

@@ -188,7 +188,7 @@ impl Planner {
         let first = waiting[0];
         let columns = first.parameter.shape[1];
         let alike = |planned: &&Planned| planned.encoding == first.encoding && planned.parameter.shape[1] == columns;
-        if !waiting.iter().all(|planned| alike(planned)) {
+        if !waiting.iter().all(alike) {
             return Ok(());
         }
         let rows = waiting.iter().try_fold(0u64, |rows, planned| {
