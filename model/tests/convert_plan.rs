@@ -303,6 +303,18 @@ fn own_mixes_decide_by_the_first_rule_that_matches() {
 }
 
 #[test]
+fn rules_of_an_own_mix_without_effect_are_noted() {
+    let text = "name='m'\n[[rule]]\nrole='mlp/*'\nformat='bf16'\n[[rule]]\nrole='mlp/down'\nformat='q4_g64_fp16'\n\
+                [[rule]]\nrole='gdn/z'\nlayers='64'\nformat='q4_g64_fp16'";
+    let plan = Plan::new(&dense_27b(), &Recipe::from_toml(text).expect("valid"), &BTreeMap::new()).expect("plans");
+    let notes = plan.notes.join("\n");
+    assert!(
+        notes.contains("rule 2 (mlp/down)") && notes.contains("rule 3 (gdn/z)") && !notes.contains("rule 1"),
+        "{notes}"
+    );
+}
+
+#[test]
 fn faulty_recipes_are_refused_with_the_rule_and_the_fault() {
     for (text, words) in [
         ("[[rule]]\nrole='*'\nformat='bf16'", &["name"][..]),

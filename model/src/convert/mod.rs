@@ -17,11 +17,13 @@ use crate::tokenizer::{
     AddedTokens, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, TextTokenizer, TokenizerError,
 };
 
+mod own_mix;
 mod plan;
 mod recipe;
 
+pub use own_mix::RecipeError;
 pub use plan::{Parent, Plan};
-pub use recipe::{Encoding, Recipe, RecipeError};
+pub use recipe::{Encoding, Recipe};
 
 /// Source values held at a time (64 MiB as f32).
 const SLAB: usize = 1 << 24;

@@ -4,7 +4,7 @@
 //! they have the same encoding; otherwise smaller groups are tried, then single objects. Packed groups come first, block
 //! by block, then everything else in declaration order. The arithmetic needs shapes only.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::ConvertError;
 use super::recipe::{Encoding, Recipe};
@@ -118,6 +118,7 @@ struct Planner {
     separate_control: bool,
     /// Parameters that did not fit their format, by format and what they got: how many, and the first.
     fallen: BTreeMap<(Format, Format), (usize, String)>,
+    idle_rules: Vec<String>,
 }
 
 struct Planned {
@@ -129,10 +130,15 @@ struct Planned {
 impl Planner {
     fn new(config: &TextConfig, recipe: &Recipe) -> Self {
         let mut waiting = Vec::new();
+        let mut used = HashSet::new();
         let mut places: HashMap<_, Vec<usize>> = HashMap::new();
         for parameter in parameters(config) {
             let (encoding, policy) = match parameter.format {
-                RequiredFormat::Any => recipe.decide(parameter.role, parameter.layer),
+                RequiredFormat::Any => {
+                    let (encoding, policy, rule) = recipe.decide(parameter.role, parameter.layer);
+                    used.extend(rule);
+                    (encoding, policy)
+                }
                 RequiredFormat::Bf16 => (Encoding::BF16, ActivationPolicy::A16Only),
                 RequiredFormat::Fp32 => (Encoding::FP32, ActivationPolicy::A16Only),
             };
@@ -154,6 +160,7 @@ impl Planner {
             fallback: recipe.fallback(),
             separate_control: recipe.separates_control(),
             fallen: BTreeMap::new(),
+            idle_rules: recipe.without_effect(&used),
         }
     }
 
@@ -273,7 +280,11 @@ impl Planner {
         let note = |((wanted, got), (count, first)): (&(Format, Format), &(usize, String))| {
             format!("{count} matrices do not fit {wanted} and are stored as {got}, such as {first}")
         };
-        self.fallen.iter().map(note).collect()
+        self.fallen
+            .iter()
+            .map(note)
+            .chain(self.idle_rules.iter().cloned())
+            .collect()
     }
 
     fn policies(&self, divisors: &BTreeMap<String, f32>, notes: &mut Vec<String>) -> HashMap<String, ActivationPolicy> {

@@ -2,84 +2,12 @@
 //!
 //! A recipe is an ordered list of rules; the first whose role pattern and layers match decides. Only parameters that may
 //! be stored in any format are asked about: norms and the convolution stay bf16, `gdn/a_log` and `gdn/dt_bias` fp32.
-//! What no rule matches is bf16 with 16-bit activations.
-//!
-//! Own mixes are written as TOML:
-//!
-//! ```toml
-//! name = "mine"
-//! fallback = "q8_g32_fp16"          # for matrices that a rule's format cannot hold; default bf16
-//!
-//! [[rule]]
-//! role = "mlp/*"                    # `*` stands for any characters
-//! layers = "0..8, 12"               # default all; the end of a range is not in it
-//! format = "nvfp4"
-//! method = "nvfp4_mse"              # default: the format's canonical encoder
-//! policy = "AllowA8"                # default A16Only
-//! ```
+//! What no rule matches is bf16 with 16-bit activations. Own mixes come from TOML, see [`Recipe::from_toml`].
 
-use serde::Deserialize;
+use std::collections::HashSet;
 
-use crate::formats::{EncodeMethod, Format, FormatError};
+use crate::formats::{EncodeMethod, Format};
 use crate::source::ActivationPolicy::{self, A16Only, AllowA4, AllowA8};
-
-/// A recipe that cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum RecipeError {
-    /// The text is not a recipe.
-    #[error("the recipe is not valid TOML: {0}")]
-    Toml(#[from] toml::de::Error),
-    /// A rule names no format or method, or a method that does not make the format.
-    #[error("rule {rule} of the recipe: {source}")]
-    Format {
-        /// Number of the rule, from 1; 0 for the fallback.
-        rule: usize,
-        /// Why.
-        source: FormatError,
-    },
-    /// A format that is only imported, never encoded.
-    #[error("rule {rule} of the recipe: {format} cannot be encoded from floating-point weights")]
-    NoEncoder {
-        /// Number of the rule, from 1; 0 for the fallback.
-        rule: usize,
-        /// The format.
-        format: Format,
-    },
-    /// A method of another format.
-    #[error("rule {rule} of the recipe: method {method} does not produce {format}")]
-    Method {
-        /// Number of the rule, from 1.
-        rule: usize,
-        /// The method.
-        method: EncodeMethod,
-        /// The format.
-        format: Format,
-    },
-    /// Layers that cannot be read.
-    #[error("rule {rule} of the recipe: layers {text:?}: expected numbers and ranges such as \"0..8, 12\"")]
-    Layers {
-        /// Number of the rule, from 1.
-        rule: usize,
-        /// The text.
-        text: String,
-    },
-    /// A permission that does not exist.
-    #[error("rule {rule} of the recipe: policy {policy:?}: expected A16Only, AllowA8 or AllowA4")]
-    Policy {
-        /// Number of the rule, from 1.
-        rule: usize,
-        /// The text.
-        policy: String,
-    },
-    /// A rule whose pattern no parameter of any model can match.
-    #[error("rule {rule} of the recipe: no parameter has a role like {pattern:?}; the roles are {ROLES:?}")]
-    Pattern {
-        /// Number of the rule, from 1.
-        rule: usize,
-        /// The pattern.
-        pattern: String,
-    },
-}
 
 /// How values become bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -129,7 +57,7 @@ impl Encoding {
     };
 
     /// `format` by its canonical encoder, if it has one.
-    fn canonical(format: Format) -> Option<Self> {
+    pub(super) fn canonical(format: Format) -> Option<Self> {
         EncodeMethod::ALL
             .into_iter()
             .find(|method| method.encodes(format))
@@ -139,7 +67,7 @@ impl Encoding {
 
 /// Which blocks a rule is for; parameters outside the blocks match `All` only.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Layers {
+pub(super) enum Layers {
     All,
     Ranges(Vec<std::ops::Range<usize>>),
 }
@@ -152,7 +80,7 @@ impl Layers {
         }
     }
 
-    fn parse(text: &str) -> Option<Self> {
+    pub(super) fn parse(text: &str) -> Option<Self> {
         let number = |text: &str| text.trim().parse::<usize>().ok();
         let range = |part: &str| match part.split_once("..") {
             Some((begin, end)) => Some(number(begin)?..number(end)?).filter(|range| !range.is_empty()),
@@ -163,25 +91,27 @@ impl Layers {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Rule {
-    role: String,
-    layers: Layers,
-    encoding: Encoding,
-    policy: ActivationPolicy,
+pub(super) struct Rule {
+    pub(super) role: String,
+    pub(super) layers: Layers,
+    pub(super) encoding: Encoding,
+    pub(super) policy: ActivationPolicy,
 }
 
 /// An ordered list of rules under a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recipe {
-    name: String,
-    rules: Vec<Rule>,
-    fallback: Encoding,
+    pub(super) name: String,
+    pub(super) rules: Vec<Rule>,
+    pub(super) fallback: Encoding,
     /// Whether `gdn/a_projection` and `gdn/b_projection` stay two objects.
-    separate_control: bool,
+    pub(super) separate_control: bool,
+    /// Whether every rule is meant for the model at hand, so that one without effect deserves a note.
+    pub(super) own: bool,
 }
 
 /// Roles that a rule can decide about.
-const ROLES: [&str; 25] = [
+pub(super) const ROLES: [&str; 25] = [
     "token_embedding",
     "output_head",
     "attention/query",
@@ -260,30 +190,6 @@ impl Recipe {
         })
     }
 
-    /// Reads an own mix.
-    ///
-    /// # Errors
-    /// Text that is not such a TOML, unknown formats, methods, policies or layers, a pattern that matches no role.
-    pub fn from_toml(text: &str) -> Result<Self, RecipeError> {
-        let file: RecipeFile = toml::from_str(text)?;
-        let fallback = match &file.fallback {
-            None => Encoding::BF16,
-            Some(format) => encoding(0, format, None)?,
-        };
-        let rules = file
-            .rule
-            .iter()
-            .enumerate()
-            .map(|(index, rule)| rule.check(index + 1))
-            .collect::<Result<_, _>>()?;
-        Ok(Self {
-            name: file.name,
-            rules,
-            fallback,
-            separate_control: false,
-        })
-    }
-
     /// Public name, recorded in the artifact's provenance.
     pub fn name(&self) -> &str {
         &self.name
@@ -306,13 +212,30 @@ impl Recipe {
             .collect()
     }
 
-    /// Encoding and permission of a parameter that may be stored in any format.
-    pub(super) fn decide(&self, role: &str, layer: Option<usize>) -> (Encoding, ActivationPolicy) {
-        let matching = |rule: &&Rule| matches(&rule.role, role) && rule.layers.contain(layer);
-        self.rules
+    /// Encoding and permission of a parameter that may be stored in any format, and the number of the deciding rule.
+    pub(super) fn decide(&self, role: &str, layer: Option<usize>) -> (Encoding, ActivationPolicy, Option<usize>) {
+        let decides = |rule: &Rule| matches(&rule.role, role) && rule.layers.contain(layer);
+        match self.rules.iter().position(decides) {
+            Some(number) => (self.rules[number].encoding, self.rules[number].policy, Some(number)),
+            None => (Encoding::BF16, A16Only, None),
+        }
+    }
+
+    /// Notes about rules of an own mix that are not among `used`.
+    pub(super) fn without_effect(&self, used: &HashSet<usize>) -> Vec<String> {
+        let idle = self
+            .rules
             .iter()
-            .find(matching)
-            .map_or((Encoding::BF16, A16Only), |rule| (rule.encoding, rule.policy))
+            .enumerate()
+            .filter(|(number, _)| self.own && !used.contains(number));
+        idle.map(|(number, rule)| {
+            format!(
+                "rule {} ({}) of the recipe decides about no weight of this model",
+                number + 1,
+                rule.role
+            )
+        })
+        .collect()
     }
 
     /// Encoding of matrices that the decided format cannot hold.
@@ -330,6 +253,7 @@ impl Recipe {
             rules,
             fallback: Encoding::BF16,
             separate_control: false,
+            own: false,
         }
     }
 
@@ -438,85 +362,8 @@ impl Rule {
     }
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RecipeFile {
-    name: String,
-    fallback: Option<String>,
-    #[serde(default)]
-    rule: Vec<RuleFile>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RuleFile {
-    role: String,
-    layers: Option<String>,
-    format: String,
-    method: Option<String>,
-    policy: Option<String>,
-}
-
-impl RuleFile {
-    fn check(&self, number: usize) -> Result<Rule, RecipeError> {
-        if !ROLES.iter().any(|role| matches(&self.role, role)) {
-            return Err(RecipeError::Pattern {
-                rule: number,
-                pattern: self.role.clone(),
-            });
-        }
-        let layers = match &self.layers {
-            None => Layers::All,
-            Some(text) => Layers::parse(text).ok_or_else(|| RecipeError::Layers {
-                rule: number,
-                text: text.clone(),
-            })?,
-        };
-        let policy = match self.policy.as_deref() {
-            None | Some("A16Only") => A16Only,
-            Some("AllowA8") => AllowA8,
-            Some("AllowA4") => AllowA4,
-            Some(other) => {
-                return Err(RecipeError::Policy {
-                    rule: number,
-                    policy: other.into(),
-                });
-            }
-        };
-        let encoding = encoding(number, &self.format, self.method.as_deref())?;
-        Ok(Rule {
-            role: self.role.clone(),
-            layers,
-            encoding,
-            policy,
-        })
-    }
-}
-
-fn encoding(rule: usize, format: &str, method: Option<&str>) -> Result<Encoding, RecipeError> {
-    let wrong = |source| RecipeError::Format { rule, source };
-    let format: Format = format.parse().map_err(wrong)?;
-    let canonical = match format {
-        // Weights are not integers.
-        Format::Int32 => None,
-        _ => Encoding::canonical(format),
-    };
-    let canonical = canonical.ok_or(RecipeError::NoEncoder { rule, format })?;
-    match method {
-        None => Ok(canonical),
-        Some(name) => {
-            let method: EncodeMethod = name.parse().map_err(wrong)?;
-            if method.encodes(format) {
-                Ok(Encoding { format, method })
-            } else {
-                Err(RecipeError::Method { rule, method, format })
-            }
-        }
-    }
-}
-
 /// Whether `pattern`, in which `*` stands for any characters, matches all of `text`.
-fn matches(pattern: &str, text: &str) -> bool {
+pub(super) fn matches(pattern: &str, text: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == text,
         Some((before, after)) => text.strip_prefix(before).is_some_and(|rest| {
