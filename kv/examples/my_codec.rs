@@ -59,7 +59,9 @@ impl<B: Backend> TensorCodec<B> for MyCodec {
 }
 
 /// The codec on host rows, as a cache takes it.
-pub const ON_HOST: OnTensors<burn_flex::Flex, MyCodec> = OnTensors::new(MyCodec);
+pub type OnFlex = OnTensors<burn_flex::Flex, MyCodec>;
+/// See [`OnFlex`].
+pub const ON_HOST: OnFlex = OnTensors::new(MyCodec);
 
 fn main() {
     let error = round_trip_error(&ON_HOST, &gaussian(1, 1024 * HEAD_DIM), HEAD_DIM);

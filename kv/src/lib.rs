@@ -14,6 +14,8 @@ pub mod codec;
 pub mod codecs;
 pub mod conformance;
 pub mod layout;
+pub mod options;
 pub mod registry;
 pub mod store;
 pub mod tensor_ops;
+pub mod tensor_store;

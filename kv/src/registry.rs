@@ -9,9 +9,11 @@
 //!
 //! `bf16;3,7=int8` keeps bf16 except in layers 3 and 7; `k=fp8,v=nvfp4` stores K as `fp8` does and V as `nvfp4` does.
 
-use crate::codec::{CodecSpec, HostCodec, TensorCodec, bytes_per_row};
+use crate::basis::Basis;
+use crate::codec::{CodecSpec, HostCodec, TensorCodec, Window, bytes_per_row, decode_rows, encode_rows};
 use crate::codecs::{bf16, fp8, int8, k4v2, k8v4, kivi, nvfp4, rk2v4_e8, rk4v4, rk4v4_e8, rk8v4, turbo, vq2};
-use burn::tensor::backend::Backend;
+use crate::layout::Layout;
+use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -85,6 +87,94 @@ sides! {
     KiviV(kivi::KiviV),
     /// Random rotation and scalar quantiser.
     Turbo(turbo::Turbo),
+    /// A codec from elsewhere.
+    Custom(Custom),
+}
+
+/// A codec that is not in the table, by reference; two are equal when their names are.
+#[derive(Debug, Clone, Copy)]
+pub struct Custom {
+    /// Name for reports.
+    pub name: &'static str,
+    /// The codec on host rows; a tensor codec is wrapped in [`OnTensors`](crate::codec::OnTensors) first.
+    pub codec: &'static dyn HostCodec,
+}
+
+impl PartialEq for Custom {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl CodecSpec for Custom {
+    fn basis(&self) -> Basis {
+        self.codec.basis()
+    }
+    fn block_tokens(&self) -> usize {
+        self.codec.block_tokens()
+    }
+    fn window(&self) -> Option<Window> {
+        self.codec.window()
+    }
+    fn supports(&self, head_dim: usize) -> bool {
+        self.codec.supports(head_dim)
+    }
+    fn layout(&self, head_dim: usize) -> Layout {
+        self.codec.layout(head_dim)
+    }
+}
+
+impl HostCodec for Custom {
+    fn encode(&self, rows: &[f32], entries: &mut [u16]) {
+        self.codec.encode(rows, entries);
+    }
+    fn decode(&self, entries: &[u16], rows: &mut [f32]) {
+        self.codec.decode(entries, rows);
+    }
+}
+
+/// Through the host, whatever the backend.
+impl<B: Backend> TensorCodec<B> for Custom {
+    fn store(&self, rows: Tensor<B, 3>) -> Tensor<B, 3, Int> {
+        let ([tokens, heads, dim], device) = (rows.dims(), rows.device());
+        let rows: Vec<f32> = rows.into_data().iter::<f32>().collect();
+        let packed = encode_rows(self, &rows, heads, dim);
+        let layout = self.layout(dim);
+        let mut entries = vec![0; layout.entries()];
+        let mut words = Vec::with_capacity(packed.len());
+        for block in packed.chunks_exact(layout.bytes()) {
+            layout.unpack(block, &mut entries);
+            words.extend(entries.iter().map(|word| i32::from(*word)));
+        }
+        let shape = [tokens / self.block_tokens(), heads, layout.entries()];
+        Tensor::from_data(TensorData::new(words, shape).convert::<B::IntElem>(), &device)
+    }
+
+    fn load(&self, entries: Tensor<B, 3, Int>) -> Tensor<B, 3> {
+        let ([blocks, heads, count], device) = (entries.dims(), entries.device());
+        let words: Vec<u16> = entries.into_data().iter::<i64>().map(|word| word as u16).collect();
+        let (layout, dim) = self.layout_of(count);
+        let mut packed = vec![0; blocks * heads * layout.bytes()];
+        for (words, bytes) in words.chunks_exact(count).zip(packed.chunks_exact_mut(layout.bytes())) {
+            layout.pack(words, bytes);
+        }
+        let rows = decode_rows(self, &packed, heads, dim);
+        Tensor::from_data(
+            TensorData::new(rows, [blocks * self.block_tokens(), heads, dim]),
+            &device,
+        )
+    }
+}
+
+impl Custom {
+    /// The layout with `entries` entries per block, and its row length: entries grow with the row.
+    fn layout_of(&self, entries: usize) -> (Layout, usize) {
+        (1..=entries)
+            .filter(|dim| self.supports(*dim))
+            .map(|dim| (self.layout(dim), dim))
+            .find(|(layout, _)| layout.entries() == entries)
+            .expect("entries of a row that the codec supports")
+    }
 }
 
 /// Every built-in pair, files in the order of the format table; of the variants of one base name the default is first.
@@ -221,6 +311,29 @@ impl std::str::FromStr for KvPair {
             k: k.k,
             v: v.v,
         })
+    }
+}
+
+impl From<Custom> for KvPair {
+    /// The codec for K and for V.
+    fn from(codec: Custom) -> Self {
+        let side = Side::Custom(codec);
+        Self {
+            name: codec.name.into(),
+            recorded: codec.name.into(),
+            k: side,
+            v: side,
+        }
+    }
+}
+
+impl From<KvPair> for KvDtype {
+    /// The pair in every layer.
+    fn from(default: KvPair) -> Self {
+        Self {
+            default,
+            layers: BTreeMap::new(),
+        }
     }
 }
 

@@ -126,12 +126,15 @@ impl HostCodec for Nvfp4 {
     }
 }
 
+/// Scale bytes, codes and squared errors of all groups for one target.
+type Candidate<B> = (Tensor<B, 3, Int>, Tensor<B, 4, Int>, Tensor<B, 3>);
+
 impl<B: Backend> TensorCodec<B> for Nvfp4 {
     fn store(&self, rows: Tensor<B, 3>) -> Tensor<B, 3, Int> {
         let [tokens, heads, dim] = rows.dims();
         let v = rows.reshape([tokens, heads, dim / GROUP, GROUP]);
         let largest = tensor_ops::absmax(v.clone());
-        let mut best: Option<(Tensor<B, 3, Int>, Tensor<B, 4, Int>, Tensor<B, 3>)> = None;
+        let mut best: Option<Candidate<B>> = None;
         for target in self.targets {
             let raw = tensor_ops::clamp(largest.clone() * (1.0 / target), SMALLEST_SCALE, E4M3FN_MAX);
             let byte = encode_e4m3(raw);

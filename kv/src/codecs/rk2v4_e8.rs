@@ -59,6 +59,7 @@ const ROOT_TO_UNIT: f32 = std::f32::consts::FRAC_1_SQRT_2;
 /// Smallest relative radius that is not zero.
 const SMALLEST_RADIUS: f32 = 0.08;
 /// Norm of a root in units of the group scale, as the encoder writes it.
+#[allow(clippy::excessive_precision, reason = "the literal of the format")]
 const ROOT_NORM: f32 = 2.828_427_1;
 /// Keeps quotients finite for tiny blocks.
 const EPSILON: f32 = 1e-8;
@@ -68,6 +69,11 @@ const RADII: [f32; 16] = [
     2.0000, 2.5198,
 ];
 /// Smallest relative radius of index k = 2..15, `2^((k - 8.5)/3)`.
+#[allow(
+    clippy::approx_constant,
+    clippy::excessive_precision,
+    reason = "the literals of the format"
+)]
 const RADIUS_BOUNDS: [f32; 14] = [
     0.222_724_7,
     0.280_615_5,
@@ -106,7 +112,7 @@ pub fn root_quarters(root: u16) -> [i8; BLOCK] {
             let positive = if j < 7 {
                 plus >> j & 1 == 1
             } else {
-                minus_count % 2 == 0
+                minus_count.is_multiple_of(2)
             };
             *entry = if positive { 2 } else { -2 };
         }

@@ -97,7 +97,14 @@ impl CodecSpec for Turbo {
 impl HostCodec for Turbo {
     fn encode(&self, rows: &[f32], entries: &mut [u16]) {
         let (codes, word) = entries.split_at_mut(HEAD_DIM);
-        let (stored, scale) = f16_scale((sum_of_squares(rows) / HEAD_DIM as f32).sqrt());
+        let energy = sum_of_squares(rows);
+        // An energy beyond float32 is treated like a NaN: the row must not come back as plausible numbers.
+        let rms = if energy.is_finite() {
+            (energy / HEAD_DIM as f32).sqrt()
+        } else {
+            f32::NAN
+        };
+        let (stored, scale) = f16_scale(rms);
         word[0] = stored;
         let factor = crate::arith::code_factor(scale);
         for (code, y) in codes.iter_mut().zip(rows) {
@@ -123,7 +130,9 @@ impl<B: Backend> TensorCodec<B> for Turbo {
     fn store(&self, rows: Tensor<B, 3>) -> Tensor<B, 3, Int> {
         let [tokens, heads, dim] = rows.dims();
         let energy = tensor_ops::sum_of_squares(rows.clone().reshape([tokens * heads, dim]));
-        let word = encode_f16((energy / HEAD_DIM as f32).sqrt().reshape([tokens, heads, 1]));
+        let finite = energy.clone().is_finite();
+        let rms = (energy / HEAD_DIM as f32).sqrt().mask_fill(finite.bool_not(), f32::NAN);
+        let word = encode_f16(rms.reshape([tokens, heads, 1]));
         let unit = tensor_ops::scaled(rows, code_factor(decode_f16(word.clone())));
         Tensor::cat(vec![count_at_least(unit, self.thresholds), word], 2)
     }

@@ -114,7 +114,7 @@ impl CodecSpec for Vq2 {
 /// Pattern of the smallest distance to magnitudes `a`, one pattern at a time: the definition.
 pub fn nearest_pattern_reference(a: &[f32; WORD], odd: bool) -> usize {
     let mut best = (f32::INFINITY, 0);
-    for p in 0..PATTERNS {
+    for (p, norm) in SQUARED_NORMS.iter().enumerate() {
         let mut dot = a[0] * level(p, 0);
         let mut smallest = dot;
         for (j, value) in a.iter().enumerate().skip(1) {
@@ -122,7 +122,7 @@ pub fn nearest_pattern_reference(a: &[f32; WORD], odd: bool) -> usize {
             dot += t;
             smallest = smallest.min(t);
         }
-        let mut distance = (-2.0f32).mul_add(dot, SQUARED_NORMS[p]);
+        let mut distance = (-2.0f32).mul_add(dot, *norm);
         if odd {
             distance = 4.0f32.mul_add(smallest, distance);
         }
@@ -289,8 +289,8 @@ fn store_rows<B: Backend>(rows: Tensor<B, 2>) -> Tensor<B, 2, Int> {
     let odd = negative.clone().sum_dim(1).remainder_scalar(2);
 
     let (mut dot, mut smallest): (Option<Tensor<B, 2>>, Option<Tensor<B, 2>>) = (None, None);
-    for j in 0..WORD {
-        let levels = TensorData::new(LEVELS_BY_COORDINATE[j].to_vec(), [1, PATTERNS]);
+    for (j, levels) in LEVELS_BY_COORDINATE.iter().enumerate() {
+        let levels = TensorData::new(levels.to_vec(), [1, PATTERNS]);
         let t = a.clone().narrow(1, j, 1) * Tensor::<B, 2>::from_data(levels, &device);
         smallest = Some(match smallest {
             None => t.clone(),
