@@ -1,0 +1,6 @@
+//! The only place where the model meets concrete backends: one file each, so that each is compiled once.
+
+#[cfg(feature = "flex")]
+pub mod flex;
+#[cfg(feature = "ndarray")]
+pub mod ndarray;

@@ -1,0 +1,93 @@
+//! Gated grouped-query attention with partial rotary embedding:
+//!
+//! ```text
+//! q, gate, k, v = projections of h;  q = rope(norm(q));  k = rope(norm(k))
+//! y = residual + (attention(q, k, v) * sigmoid(gate)) output^T
+//! ```
+
+use burn::tensor::Tensor;
+use perplexity_kernels::EvaluatorBackend;
+
+use super::Pass;
+use super::kv_cache::KvCache;
+use super::loader::Loader;
+use super::norm::OffsetNorm;
+use crate::config::{AttentionConfig, TextConfig};
+use crate::route::Boundary;
+use crate::scorer::ModelError;
+
+/// One attention layer.
+#[derive(Debug)]
+pub struct Attention<B: EvaluatorBackend> {
+    query: B::Weight,
+    gate: B::Weight,
+    key: B::Weight,
+    value: B::Weight,
+    query_norm: OffsetNorm<B>,
+    key_norm: OffsetNorm<B>,
+    output: B::Weight,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+}
+
+impl<B: EvaluatorBackend> Attention<B> {
+    /// Loads the parameters under `attention/`.
+    ///
+    /// # Errors
+    /// When the source cannot provide one.
+    pub fn load(loader: &Loader<'_, B>, config: &TextConfig, dims: &AttentionConfig) -> Result<Self, ModelError> {
+        let &AttentionConfig {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            ..
+        } = dims;
+        let (hidden, queries, keys) = (config.hidden_size, num_heads * head_dim, num_kv_heads * head_dim);
+        Ok(Self {
+            query: loader.matrix("query", [queries, hidden])?,
+            gate: loader.matrix("gate", [queries, hidden])?,
+            key: loader.matrix("key", [keys, hidden])?,
+            value: loader.matrix("value", [keys, hidden])?,
+            query_norm: OffsetNorm::load(loader, "query_norm", head_dim, config.rms_norm_eps)?,
+            key_norm: OffsetNorm::load(loader, "key_norm", head_dim, config.rms_norm_eps)?,
+            output: loader.matrix("output", [hidden, queries])?,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        })
+    }
+
+    /// An empty cache for `batch` windows of `capacity` tokens.
+    pub fn cache(&self, batch: usize, capacity: usize, device: &B::Device) -> KvCache<B> {
+        KvCache::new([batch, self.num_kv_heads, capacity, self.head_dim], device)
+    }
+
+    /// `residual + attention(h)`, both `[batch, tokens, hidden]`.
+    pub fn forward(
+        &self,
+        residual: Tensor<B, 3>,
+        h: Tensor<B, 3>,
+        cache: &mut KvCache<B>,
+        pass: &Pass<'_, B>,
+    ) -> Tensor<B, 3> {
+        let route = pass.route;
+        let [batch, tokens, _] = h.dims();
+        let project = |weight: &B::Weight| B::project(h.clone(), weight, route.at(Boundary::AttentionProjection));
+        let heads = |x: Tensor<B, 3>, count| x.reshape([batch, tokens, count, self.head_dim]);
+        let position = |x: Tensor<B, 4>, norm: &OffsetNorm<B>| {
+            let x = norm.forward(x, route.at(Boundary::QueryKeyNorm));
+            B::rotary(x, pass.rotary, pass.first_position, route.at(Boundary::Rotary))
+        };
+
+        let q = position(heads(project(&self.query), self.num_heads), &self.query_norm);
+        let k = position(heads(project(&self.key), self.num_kv_heads), &self.key_norm);
+        let v = route.round(Boundary::CachedValue, heads(project(&self.value), self.num_kv_heads));
+        cache.append(k, v);
+        let o = cache.attend(q, route.at(Boundary::AttentionOutput));
+
+        let o = o.reshape([batch, tokens, self.num_heads * self.head_dim]);
+        let o = B::sigmoid_gate(o, project(&self.gate), route.at(Boundary::OutputGate));
+        B::project_add(residual, o, &self.output, route.at(Boundary::Residual))
+    }
+}

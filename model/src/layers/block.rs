@@ -1,0 +1,101 @@
+//! One block: `x = x + mixer(norm(x))`, then `x = x + ffn(norm(x))`.
+
+use burn::tensor::Tensor;
+use perplexity_kernels::EvaluatorBackend;
+
+use super::Pass;
+use super::attention::Attention;
+use super::delta_net::{DeltaNet, DeltaNetState};
+use super::kv_cache::KvCache;
+use super::loader::Loader;
+use super::mlp::Mlp;
+use super::norm::OffsetNorm;
+use crate::config::{FeedForwardConfig, LayerType, TextConfig};
+use crate::route::Boundary;
+use crate::scorer::ModelError;
+
+/// A mixer and a feed-forward, each behind its norm.
+#[derive(Debug)]
+pub struct Block<B: EvaluatorBackend> {
+    input_norm: OffsetNorm<B>,
+    mixer: Mixer<B>,
+    post_attention_norm: OffsetNorm<B>,
+    mlp: Mlp<B>,
+}
+
+#[derive(Debug)]
+enum Mixer<B: EvaluatorBackend> {
+    Attention(Box<Attention<B>>),
+    DeltaNet(Box<DeltaNet<B>>),
+}
+
+/// What one block carries from pass to pass.
+#[derive(Debug)]
+pub enum BlockState<B: EvaluatorBackend> {
+    /// Keys and values.
+    Attention(KvCache<B>),
+    /// Convolution tail and delta rule state.
+    DeltaNet(DeltaNetState<B>),
+}
+
+impl<B: EvaluatorBackend> Block<B> {
+    /// Loads block `index`, the parameters under `layers/<index>/`.
+    ///
+    /// # Errors
+    /// When the source cannot provide one, or the block is of a kind that is not implemented.
+    pub fn load(loader: &Loader<'_, B>, config: &TextConfig, index: usize) -> Result<Self, ModelError> {
+        let loader = loader.scope(&format!("layers/{index}"));
+        let norm = |name| OffsetNorm::load(&loader, name, config.hidden_size, config.rms_norm_eps);
+        let mixer = match (config.layer_types[index], &config.attention, &config.delta_net) {
+            (LayerType::FullAttention, Some(dims), _) => {
+                Mixer::Attention(Box::new(Attention::load(&loader.scope("attention"), config, dims)?))
+            }
+            (LayerType::LinearAttention, _, Some(dims)) => {
+                Mixer::DeltaNet(Box::new(DeltaNet::load(&loader.scope("gdn"), config, dims)?))
+            }
+            (kind, _, _) => {
+                return Err(ModelError::MissingDimensions {
+                    layer: index,
+                    kind: kind.name(),
+                });
+            }
+        };
+        let FeedForwardConfig::Dense { intermediate_size } = config.feed_forward else {
+            return Err(ModelError::NotInThisBuild {
+                what: "a mixture of experts",
+            });
+        };
+        Ok(Self {
+            input_norm: norm("input_norm")?,
+            mixer,
+            post_attention_norm: norm("post_attention_norm")?,
+            mlp: Mlp::load(&loader.scope("mlp"), config.hidden_size, intermediate_size)?,
+        })
+    }
+
+    /// The state at the start of `batch` windows of `capacity` tokens.
+    pub fn state(&self, batch: usize, capacity: usize, device: &B::Device) -> BlockState<B> {
+        match &self.mixer {
+            Mixer::Attention(attention) => BlockState::Attention(attention.cache(batch, capacity, device)),
+            Mixer::DeltaNet(delta_net) => BlockState::DeltaNet(delta_net.state(batch, device)),
+        }
+    }
+
+    /// `x` `[batch, tokens, hidden]` through the block; `state` must be this block's.
+    pub fn forward(&self, x: Tensor<B, 3>, state: &mut BlockState<B>, pass: &Pass<'_, B>) -> Tensor<B, 3> {
+        let route = pass.route;
+        let x = match (&self.mixer, state) {
+            (Mixer::Attention(attention), BlockState::Attention(cache)) => {
+                let h = self.input_norm.forward(x.clone(), route.at(Boundary::Norm));
+                attention.forward(x, h, cache, pass)
+            }
+            (Mixer::DeltaNet(delta_net), BlockState::DeltaNet(carried)) => {
+                let row = self.input_norm.forward(x.clone(), route.at(Boundary::DeltaNetControl));
+                delta_net.forward(x, row, carried, pass)
+            }
+            _ => unreachable!("a state is used with the block that made it"),
+        };
+        let h = self.post_attention_norm.forward(x.clone(), route.at(Boundary::Norm));
+        self.mlp.forward(x, h, route)
+    }
+}

@@ -1,0 +1,29 @@
+//! The layers of the `qwen3_5` text model, one file each, generic over the backend.
+//!
+//! A layer is built by its `load` from the parameters under its name and holds nothing but weights; what it carries from
+//! pass to pass is a separate state, so that one model serves any number of windows.
+
+pub mod attention;
+pub mod block;
+pub mod delta_net;
+pub mod embedding;
+pub mod kv_cache;
+pub mod loader;
+pub mod mlp;
+pub mod norm;
+
+use perplexity_kernels::EvaluatorBackend;
+use perplexity_kernels::backend::RotaryTable;
+
+use crate::route::Route;
+
+/// What all layers of one pass share.
+#[derive(Debug)]
+pub struct Pass<'a, B: EvaluatorBackend> {
+    /// The numerical route.
+    pub route: Route,
+    /// Position of the pass's first token in its window.
+    pub first_position: usize,
+    /// Cosines and sines of every position of the window.
+    pub rotary: &'a RotaryTable<B>,
+}

@@ -1,0 +1,138 @@
+//! The `qwen3_5` text model:
+//!
+//! ```text
+//! x = embedding(ids);  for every block: x = x + mixer(norm(x));  x = x + ffn(norm(x))
+//! logits = final_norm(x) output_head^T
+//! ```
+
+use burn::tensor::Tensor;
+use perplexity_kernels::EvaluatorBackend;
+use perplexity_kernels::backend::{HeadRequest, HeadScores, RotaryTable};
+use perplexity_kernels::ops::rotary;
+
+use crate::config::TextConfig;
+use crate::layers::Pass;
+use crate::layers::block::{Block, BlockState};
+use crate::layers::embedding::Embedding;
+use crate::layers::loader::Loader;
+use crate::layers::norm::OffsetNorm;
+use crate::route::{Boundary, Route};
+use crate::scorer::ModelError;
+use crate::source::TextSource;
+
+/// The weights, and what depends on the configuration alone.
+#[derive(Debug)]
+pub struct Qwen3_5<B: EvaluatorBackend> {
+    embedding: Embedding<B>,
+    blocks: Vec<Block<B>>,
+    final_norm: OffsetNorm<B>,
+    /// `None` when it equals the embedding table.
+    output_head: Option<B::Weight>,
+    /// Rotary frequencies of the attention layers; empty when there are none.
+    frequencies: Vec<f64>,
+    route: Route,
+    device: B::Device,
+}
+
+/// A batch of equal-length windows on their way through the model.
+#[derive(Debug)]
+pub struct Windows<B: EvaluatorBackend> {
+    batch: usize,
+    position: usize,
+    blocks: Vec<BlockState<B>>,
+    rotary: RotaryTable<B>,
+}
+
+impl<B: EvaluatorBackend> Windows<B> {
+    /// Tokens each window has passed so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+}
+
+impl<B: EvaluatorBackend> Qwen3_5<B> {
+    /// Loads every parameter.
+    ///
+    /// # Errors
+    /// When the source cannot provide one, or the configuration asks for what is not implemented.
+    pub fn load(source: &dyn TextSource, route: Route, device: &B::Device) -> Result<Self, ModelError> {
+        let config: &TextConfig = source.config();
+        let loader = Loader::<B>::new(source, device);
+        let blocks = (0..config.layer_types.len())
+            .map(|i| Block::load(&loader, config, i))
+            .collect::<Result<_, _>>()?;
+        // Whether they are one matrix is for the values to say; the flag only describes the checkpoint.
+        let names = ["token_embedding", "output_head"];
+        let (table, output_head) = loader.pair(names, [config.vocab_size, config.hidden_size])?;
+        Ok(Self {
+            embedding: Embedding::new(table),
+            blocks,
+            final_norm: OffsetNorm::load(&loader, "final_norm", config.hidden_size, config.rms_norm_eps)?,
+            output_head,
+            frequencies: config.attention.as_ref().map_or_else(Vec::new, |attention| {
+                rotary::frequencies(f64::from(attention.rope_theta), attention.rotary_dim())
+            }),
+            route,
+            device: device.clone(),
+        })
+    }
+
+    /// `batch` windows at position 0, each of at most `capacity` tokens.
+    pub fn begin(&self, batch: usize, capacity: usize) -> Windows<B> {
+        Windows {
+            batch,
+            position: 0,
+            blocks: self
+                .blocks
+                .iter()
+                .map(|block| block.state(batch, capacity, &self.device))
+                .collect(),
+            rotary: RotaryTable::new(&self.frequencies, 1.0, capacity, &self.device),
+        }
+    }
+
+    /// One pass over the next tokens of every window, window after window in `ids`; returns the residual stream after the
+    /// last block, `[batch, tokens, hidden]`.
+    ///
+    /// `observe` sees the residual stream before block 0, 1, ... and after the last one.
+    pub fn pass(
+        &self,
+        windows: &mut Windows<B>,
+        ids: &[u32],
+        mut observe: impl FnMut(usize, &Tensor<B, 3>),
+    ) -> Tensor<B, 3> {
+        let pass = Pass {
+            route: self.route,
+            first_position: windows.position,
+            rotary: &windows.rotary,
+        };
+        let mut x = self.embedding.forward(ids, windows.batch, self.route);
+        for (index, (block, state)) in self.blocks.iter().zip(&mut windows.blocks).enumerate() {
+            observe(index, &x);
+            x = block.forward(x, state, &pass);
+        }
+        observe(self.blocks.len(), &x);
+        windows.position += ids.len() / windows.batch;
+        x
+    }
+
+    /// Scores rows `[rows, hidden]` of the residual stream.
+    pub fn score(&self, rows: Tensor<B, 2>, ask: &HeadRequest<'_>) -> HeadScores {
+        B::score_head(self.normalise(rows), self.head(), ask, self.route.at(Boundary::Logits))
+    }
+
+    /// Logits `[rows, vocab_size]` of rows of the residual stream, all at once.
+    pub fn logits(&self, rows: Tensor<B, 2>) -> Tensor<B, 2> {
+        let rows = self.normalise(rows).unsqueeze::<3>();
+        B::project(rows, self.head(), self.route.at(Boundary::Logits)).squeeze::<2>()
+    }
+
+    /// The final norm over rows of the residual stream.
+    pub fn normalise(&self, rows: Tensor<B, 2>) -> Tensor<B, 2> {
+        self.final_norm.forward(rows, self.route.at(Boundary::Norm))
+    }
+
+    fn head(&self) -> &B::Weight {
+        self.output_head.as_ref().unwrap_or_else(|| self.embedding.table())
+    }
+}

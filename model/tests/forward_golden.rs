@@ -1,0 +1,133 @@
+//! Against Hugging Face transformers 5.24.0: logits, hidden states and likelihoods of the dense fixture, perplexities of
+//! the demo model on the golden texts.
+
+mod common;
+
+use common::{checkpoint, data, json, sliding, tensors, total_nll};
+use perplexity_model::route::Route;
+use perplexity_model::scorer::{ModelError, Scorer, ScorerOptions, Window};
+use perplexity_model::source::TextSource;
+use tokenizers::Tokenizer;
+
+type Load = fn(&dyn TextSource, &ScorerOptions) -> Result<Box<dyn Scorer>, ModelError>;
+
+fn backends() -> Vec<(&'static str, Load)> {
+    vec![
+        #[cfg(feature = "flex")]
+        ("flex", perplexity_model::backends::flex::load),
+        #[cfg(feature = "ndarray")]
+        ("ndarray", perplexity_model::backends::ndarray::load),
+    ]
+}
+
+fn fixture_ids() -> Vec<u32> {
+    tensors("fixtures/dense/golden.safetensors")["input_ids"]
+        .iter()
+        .map(|&id| id as u32)
+        .collect()
+}
+
+#[track_caller]
+fn assert_within(got: &[f32], want: &[f32], tolerance: f32, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let worst = got
+        .iter()
+        .zip(want)
+        .map(|(got, want)| (got - want).abs())
+        .fold(0.0, f32::max);
+    assert!(worst <= tolerance, "{what} differs by {worst}");
+}
+
+#[test]
+#[cfg(feature = "flex")]
+fn dense_fixture_hidden_states_and_logits_equal_hugging_face() {
+    use burn_flex::{Flex, FlexDevice};
+    use perplexity_model::qwen3_5::Qwen3_5;
+
+    let golden = tensors("fixtures/dense/golden.safetensors");
+    let ids = fixture_ids();
+    let source = checkpoint("fixtures/dense");
+    let model = Qwen3_5::<Flex>::load(&source, Route::Exact, &FlexDevice).unwrap();
+    let mut windows = model.begin(1, ids.len());
+    let layers = source.config().layer_types.len();
+    let mut seen = 0;
+    let hidden = model.pass(&mut windows, &ids, |layer, x| {
+        // The last state that Hugging Face returns has passed the final norm.
+        let x = x.clone().squeeze::<2>();
+        let x = if layer == layers { model.normalise(x) } else { x };
+        let got: Vec<f32> = x.into_data().into_vec().unwrap();
+        assert_within(
+            &got,
+            &golden[&format!("hidden_f32.{layer}")],
+            2e-3,
+            &format!("hidden state {layer}"),
+        );
+        seen += 1;
+    });
+    assert_eq!(seen, layers + 1);
+    let logits: Vec<f32> = model.logits(hidden.squeeze::<2>()).into_data().into_vec().unwrap();
+    assert_within(&logits, &golden["logits_f32"], 2e-3, "logits");
+}
+
+#[test]
+fn dense_fixture_likelihood_equals_hugging_face() {
+    let golden = json("fixtures/dense/golden.json");
+    let window = Window {
+        tokens: fixture_ids(),
+        first_target: 1,
+    };
+    for (name, load) in backends() {
+        for (rows, key) in [("public_tokens", "f32_public_total_nll"), ("rows", "f32_all_total_nll")] {
+            let rows = golden[rows].as_u64().unwrap() as usize;
+            let options = ScorerOptions {
+                route: Route::Exact,
+                ..ScorerOptions::new(rows)
+            };
+            let source = checkpoint("fixtures/dense");
+            let got = total_nll(&mut *load(&source, &options).unwrap(), std::slice::from_ref(&window));
+            let want = golden[key].as_f64().unwrap();
+            assert!((got - want).abs() < 5e-3, "{name}, {rows} rows: {got}, not {want}");
+        }
+    }
+}
+
+#[test]
+fn golden_texts_have_hugging_faces_perplexities() {
+    let golden = json("demo_golden/golden.json");
+    let number = |value: &serde_json::Value, key: &str| value[key].as_f64().unwrap();
+    let tokenizer = Tokenizer::from_file(data("demo_hf/tokenizer.json")).unwrap();
+    let source = checkpoint("demo_hf");
+    let public_tokens = number(&golden, "valid_rows") as usize;
+    for (name, load) in backends() {
+        for (route, key, tolerance) in [(Route::Exact, "f32_ppl", 1e-5), (Route::Normal, "bf16_ppl", 3e-3)] {
+            let options = ScorerOptions {
+                route,
+                ..ScorerOptions::new(public_tokens)
+            };
+            let mut scorer = load(&source, &options).unwrap();
+            for stream in golden["streams"].as_array().unwrap() {
+                let file = stream["file"].as_str().unwrap();
+                let text = std::fs::read_to_string(data("demo_golden").join(file)).unwrap();
+                let ids = tokenizer.encode(text, false).unwrap().get_ids().to_vec();
+                assert_eq!(ids.len(), number(stream, "tokens") as usize, "{file}");
+                let windows = sliding(
+                    &ids,
+                    number(&golden, "context") as usize,
+                    number(&golden, "stride") as usize,
+                );
+                assert_eq!(windows.len(), number(stream, "windows") as usize, "{file}");
+                let perplexity = (total_nll(&mut *scorer, &windows) / (ids.len() - 1) as f64).exp();
+                let relative = perplexity / number(stream, key) - 1.0;
+                println!(
+                    "{name} {:6} {file}: {perplexity:.6}, {relative:+.2e} from Hugging Face",
+                    route.name()
+                );
+                assert!(
+                    relative.abs() < tolerance,
+                    "{name} {} {file}: {relative:e}",
+                    route.name()
+                );
+            }
+        }
+    }
+}
