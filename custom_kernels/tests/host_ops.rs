@@ -368,6 +368,29 @@ fn delta_rule_forms_agree_across_chunk_boundaries_under_strong_and_unequal_decay
 }
 
 #[test]
+fn delta_rule_of_every_length_to_130_equals_the_recurrence() {
+    let heads = DeltaHeads { key_heads: 1, value_heads: 2, key_dim: 8, value_dim: 8 };
+    let [qkv, g, beta] = delta_operands(&mut Random(14), 130, heads);
+    let mut state = Tensor::<B, 4>::zeros([2, 2, 8, 8], &Default::default());
+    let mut outputs = Vec::new();
+    for length in 1..=130 {
+        let last = |x: &Tensor<B, 3>| x.clone().narrow(1, length - 1, 1);
+        let (o, next) = gated_delta_rule::recurrent(last(&qkv), last(&g), last(&beta), state, heads, FULL);
+        outputs.push(o);
+        state = next;
+        let want = Tensor::cat(outputs.clone(), 1);
+        let rows = |x: &Tensor<B, 3>| x.clone().narrow(1, 0, length);
+        for (o, s) in [
+            B::gated_delta_rule(rows(&qkv), rows(&g), rows(&beta), state.zeros_like(), heads, FULL),
+            gated_delta_rule::chunked(rows(&qkv), rows(&g), rows(&beta), state.zeros_like(), heads, FULL),
+        ] {
+            assert_close(o, want.clone(), 6e-5, &format!("{length} tokens"));
+            assert_close(s, state.clone(), 6e-5, &format!("state after {length} tokens"));
+        }
+    }
+}
+
+#[test]
 fn delta_rule_in_passes_of_any_length_gives_equal_bits() {
     let heads = DeltaHeads {
         key_heads: 1,

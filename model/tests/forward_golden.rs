@@ -1,9 +1,9 @@
 //! Against Hugging Face transformers 5.24.0: logits, hidden states and likelihoods of the dense fixture, perplexities of
 //! the demo model on the golden texts.
 
-mod common;
+mod forward_common;
 
-use common::{checkpoint, data, json, sliding, tensors, total_nll};
+use forward_common::{checkpoint, data, json, sliding, tensors, total_nll};
 use perplexity_model::route::Route;
 use perplexity_model::scorer::{ModelError, Scorer, ScorerOptions, Window};
 use perplexity_model::source::TextSource;

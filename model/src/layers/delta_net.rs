@@ -107,7 +107,7 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
             self.dt_bias.clone(),
         );
 
-        let h = route.round(Boundary::Norm, row.clone());
+        let h = route.round(Boundary::Norm, row);
         let project = |weight: &B::Weight| B::project(h.clone(), weight, route.at(Boundary::DeltaNetProjection));
         let qkv = B::causal_conv_silu(
             project(&self.qkv),
