@@ -369,7 +369,12 @@ fn delta_rule_forms_agree_across_chunk_boundaries_under_strong_and_unequal_decay
 
 #[test]
 fn delta_rule_of_every_length_to_130_equals_the_recurrence() {
-    let heads = DeltaHeads { key_heads: 1, value_heads: 2, key_dim: 8, value_dim: 8 };
+    let heads = DeltaHeads {
+        key_heads: 1,
+        value_heads: 2,
+        key_dim: 8,
+        value_dim: 8,
+    };
     let [qkv, g, beta] = delta_operands(&mut Random(14), 130, heads);
     let mut state = Tensor::<B, 4>::zeros([2, 2, 8, 8], &Default::default());
     let mut outputs = Vec::new();

@@ -61,7 +61,9 @@ fn measure(name: &str, mut scorer: Box<dyn Scorer>, context: usize, options: &Sc
     let vocabulary = options.public_tokens as u64;
     let windows: Vec<Window> = (0..WINDOWS as u64)
         .map(|seed| Window {
-            tokens: (0..context as u64).map(|i| ((i * 2_654_435_761 + seed * 97) % vocabulary) as u32).collect(),
+            tokens: (0..context as u64)
+                .map(|i| ((i * 2_654_435_761 + seed * 97) % vocabulary) as u32)
+                .collect(),
             first_target: context / 2,
         })
         .collect();
@@ -90,13 +92,26 @@ fn measure(name: &str, mut scorer: Box<dyn Scorer>, context: usize, options: &Sc
     let accounted: f64 = spent.iter().map(|(_, time)| time.as_secs_f64()).sum();
     for (operation, time) in spent {
         let seconds = time.as_secs_f64();
-        println!("  {:>5.1} % {:>7.1} us/token  {operation:?}", 100.0 * seconds / total, 1e6 * seconds / fed);
+        println!(
+            "  {:>5.1} % {:>7.1} us/token  {operation:?}",
+            100.0 * seconds / total,
+            1e6 * seconds / fed
+        );
     }
-    println!("  {:>5.1} % outside the operations", 100.0 * (total - accounted) / total);
+    println!(
+        "  {:>5.1} % outside the operations",
+        100.0 * (total - accounted) / total
+    );
 }
 
 /// The process's largest resident set, where the system tells.
 fn peak_memory() -> Option<String> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    Some(status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().to_owned())
+    Some(
+        status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmHWM:"))?
+            .trim()
+            .to_owned(),
+    )
 }

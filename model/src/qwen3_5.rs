@@ -77,6 +77,13 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
         })
     }
 
+    /// Takes other rotary frequencies, one per rotated pair.
+    #[must_use]
+    pub fn with_rotary_frequencies(mut self, frequencies: Vec<f64>) -> Self {
+        self.frequencies = frequencies;
+        self
+    }
+
     /// `batch` windows at position 0, each of at most `capacity` tokens.
     pub fn begin(&self, batch: usize, capacity: usize) -> Windows<B> {
         Windows {

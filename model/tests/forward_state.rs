@@ -8,7 +8,7 @@ use forward_common::Generated;
 use perplexity_model::backends::flex;
 use perplexity_model::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, TextConfig};
 use perplexity_model::route::{Boundary, Route};
-use perplexity_model::scorer::{Ask, ModelError, Scores, ScorerOptions, Window};
+use perplexity_model::scorer::{Ask, ModelError, ScorerOptions, Scores, Window};
 
 const PUBLIC: usize = 61;
 
@@ -19,7 +19,11 @@ fn tiny() -> TextConfig {
         max_position_embeddings: 4096,
         tie_word_embeddings: false,
         rms_norm_eps: 1e-6,
-        layer_types: vec![LayerType::LinearAttention, LayerType::FullAttention, LayerType::LinearAttention],
+        layer_types: vec![
+            LayerType::LinearAttention,
+            LayerType::FullAttention,
+            LayerType::LinearAttention,
+        ],
         attention: Some(AttentionConfig {
             num_heads: 4,
             num_kv_heads: 2,
@@ -44,35 +48,57 @@ fn source() -> Generated {
 }
 
 fn ids(count: usize, seed: u32) -> Vec<u32> {
-    (0..count as u32).map(|i| (i * i * 7 + i * 13 + seed * 29 + 5) % PUBLIC as u32).collect()
+    (0..count as u32)
+        .map(|i| (i * i * 7 + i * 13 + seed * 29 + 5) % PUBLIC as u32)
+        .collect()
 }
 
 fn window(count: usize, seed: u32) -> Window {
-    Window { tokens: ids(count, seed), first_target: 1 }
+    Window {
+        tokens: ids(count, seed),
+        first_target: 1,
+    }
 }
 
 fn options(route: Route) -> ScorerOptions {
-    ScorerOptions { route, ..ScorerOptions::new(PUBLIC) }
+    ScorerOptions {
+        route,
+        ..ScorerOptions::new(PUBLIC)
+    }
 }
 
 fn scored(source: &Generated, options: &ScorerOptions, windows: &[Window], ask: &Ask) -> Vec<Scores> {
     let scores = flex::load(source, options).unwrap().score(windows, ask).unwrap();
-    assert!(scores.iter().flat_map(|s| &s.logprobs).all(|lp| lp.is_finite()), "a log-probability is not finite");
+    assert!(
+        scores.iter().flat_map(|s| &s.logprobs).all(|lp| lp.is_finite()),
+        "a log-probability is not finite"
+    );
     scores
 }
 
 fn plain(options: &ScorerOptions, windows: &[Window]) -> Vec<Vec<f32>> {
-    scored(&source(), options, windows, &Ask::default()).into_iter().map(|scores| scores.logprobs).collect()
+    scored(&source(), options, windows, &Ask::default())
+        .into_iter()
+        .map(|scores| scores.logprobs)
+        .collect()
 }
 
 #[test]
 fn every_length_to_130_equals_the_token_by_token_recurrence() {
     for route in [Route::Exact, Route::Normal] {
-        let stepwise = ScorerOptions { prefill_chunk: 1, ..options(route) };
+        let stepwise = ScorerOptions {
+            prefill_chunk: 1,
+            ..options(route)
+        };
         let steps = &plain(&stepwise, &[window(131, 0)])[0];
         let windows: Vec<Window> = (2..=131).map(|count| window(count, 0)).collect();
         for (scores, window) in plain(&options(route), &windows).iter().zip(&windows) {
-            assert_eq!(scores[..], steps[..window.positions()], "{} tokens", window.tokens.len());
+            assert_eq!(
+                scores[..],
+                steps[..window.positions()],
+                "{} tokens",
+                window.tokens.len()
+            );
         }
     }
 }
@@ -83,7 +109,10 @@ fn passes_of_16_48_64_128_and_the_whole_window_give_equal_bits() {
         let windows = [window(300, 1)];
         let whole = plain(&options(route), &windows);
         for prefill_chunk in [16, 48, 64, 65, 128, 256] {
-            let passes = ScorerOptions { prefill_chunk, ..options(route) };
+            let passes = ScorerOptions {
+                prefill_chunk,
+                ..options(route)
+            };
             assert_eq!(plain(&passes, &windows), whole, "passes of {prefill_chunk}");
         }
     }
@@ -92,7 +121,16 @@ fn passes_of_16_48_64_128_and_the_whole_window_give_equal_bits() {
 #[test]
 fn one_pass_of_65_tokens_equals_64_and_1() {
     let whole = plain(&options(Route::Exact), &[window(66, 2)]);
-    assert_eq!(plain(&ScorerOptions { prefill_chunk: 64, ..options(Route::Exact) }, &[window(66, 2)]), whole);
+    assert_eq!(
+        plain(
+            &ScorerOptions {
+                prefill_chunk: 64,
+                ..options(Route::Exact)
+            },
+            &[window(66, 2)]
+        ),
+        whole
+    );
 }
 
 #[test]
@@ -107,7 +145,9 @@ fn a_window_does_not_depend_on_those_before_it() {
     // And over two calls of one scorer.
     let mut scorer = flex::load(&source(), &options(Route::Normal)).unwrap();
     let again = |scorer: &mut dyn perplexity_model::scorer::Scorer| {
-        scorer.score(&[window(70, 3)], &Ask::default()).unwrap()[0].logprobs.clone()
+        scorer.score(&[window(70, 3)], &Ask::default()).unwrap()[0]
+            .logprobs
+            .clone()
     };
     assert_eq!(again(&mut *scorer), first[0]);
     assert_eq!(again(&mut *scorer), first[0]);
@@ -115,10 +155,18 @@ fn a_window_does_not_depend_on_those_before_it() {
 
 #[test]
 fn batches_and_threads_change_no_bit() {
-    let windows: Vec<Window> =
-        (0..5).map(|i| Window { first_target: 1 + 11 * i, ..window(if i == 3 { 50 } else { 80 }, i as u32) }).collect();
+    let windows: Vec<Window> = (0..5)
+        .map(|i| Window {
+            first_target: 1 + 11 * i,
+            ..window(if i == 3 { 50 } else { 80 }, i as u32)
+        })
+        .collect();
     let candidates = windows.iter().map(|w| w.tokens[..w.positions()].to_vec()).collect();
-    let ask = Ask { top_k: 5, candidates_per_position: 1, candidates };
+    let ask = Ask {
+        top_k: 5,
+        candidates_per_position: 1,
+        candidates,
+    };
     let one = scored(&source(), &options(Route::Normal), &windows, &ask);
     for (scores, window) in one.iter().zip(&windows) {
         assert_eq!(scores.logprobs.len(), window.positions());
@@ -127,15 +175,30 @@ fn batches_and_threads_change_no_bit() {
         assert_eq!(scores.candidate_logprobs.len(), window.positions());
     }
     for (batch, threads, prefill_chunk) in [(3, Some(1), 1024), (2, Some(2), 33), (5, None, 64)] {
-        let options = ScorerOptions { batch, threads, prefill_chunk, ..options(Route::Normal) };
-        assert_eq!(scored(&source(), &options, &windows, &ask), one, "batch {batch}, threads {threads:?}");
+        let options = ScorerOptions {
+            batch,
+            threads,
+            prefill_chunk,
+            ..options(Route::Normal)
+        };
+        assert_eq!(
+            scored(&source(), &options, &windows, &ask),
+            one,
+            "batch {batch}, threads {threads:?}"
+        );
     }
 }
 
 #[test]
 fn scored_positions_are_those_from_the_first_target_on() {
     let whole = &plain(&options(Route::Exact), &[window(40, 5)])[0];
-    let part = &plain(&options(Route::Exact), &[Window { first_target: 30, ..window(40, 5) }])[0];
+    let part = &plain(
+        &options(Route::Exact),
+        &[Window {
+            first_target: 30,
+            ..window(40, 5)
+        }],
+    )[0];
     assert_eq!(part[..], whole[29..]);
 }
 
@@ -188,7 +251,9 @@ fn gated_norm_weight_is_plain_so_that_zero_silences_the_delta_net() {
     use burn_flex::{Flex, FlexDevice};
     use perplexity_model::qwen3_5::Qwen3_5;
 
-    let source = source().with("text/layers/0/gdn/norm", 0.0).with("text/layers/0/mlp/down", 0.0);
+    let source = source()
+        .with("text/layers/0/gdn/norm", 0.0)
+        .with("text/layers/0/mlp/down", 0.0);
     let model = Qwen3_5::<Flex>::load(&source, Route::Exact, &FlexDevice).unwrap();
     let mut states = Vec::new();
     model.pass(&mut model.begin(1, 20), &ids(20, 7), |_, x| {
@@ -240,25 +305,60 @@ fn senseless_requests_are_refused_in_words() {
     let mut refused = |window: Window, ask: Ask| scorer.score(&[window], &ask).unwrap_err().to_string();
     let none = Ask::default;
     for (count, first_target) in [(0, 1), (1, 1), (5, 0), (5, 5)] {
-        let message = refused(Window { first_target, ..window(count, 0) }, none());
+        let message = refused(
+            Window {
+                first_target,
+                ..window(count, 0)
+            },
+            none(),
+        );
         assert!(message.contains("1 <= first target < tokens"), "{message}");
     }
-    let outside = Window { tokens: vec![1, PUBLIC as u32, 2], first_target: 1 };
-    assert_eq!(refused(outside, none()), "window 0: id 61 at 1 is not below the public token count 61");
+    let outside = Window {
+        tokens: vec![1, PUBLIC as u32, 2],
+        first_target: 1,
+    };
+    assert_eq!(
+        refused(outside, none()),
+        "window 0: id 61 at 1 is not below the public token count 61"
+    );
     let message = refused(window(5, 0), Ask { top_k: 62, ..none() });
     assert!(message.contains("at most the 61 public tokens"), "{message}");
-    let message = refused(window(5, 0), Ask { candidates_per_position: 2, candidates: vec![vec![0; 7]], ..none() });
+    let message = refused(
+        window(5, 0),
+        Ask {
+            candidates_per_position: 2,
+            candidates: vec![vec![0; 7]],
+            ..none()
+        },
+    );
     assert_eq!(message, "window 0 has 7 candidates: expected 8");
-    let message = refused(window(3, 0), Ask { candidates_per_position: 1, candidates: vec![vec![0, 63]], ..none() });
+    let message = refused(
+        window(3, 0),
+        Ask {
+            candidates_per_position: 1,
+            candidates: vec![vec![0, 63]],
+            ..none()
+        },
+    );
     assert!(message.contains("id 63 at 1"), "{message}");
 }
 
 #[test]
 fn senseless_options_are_refused_before_loading() {
     for options in [
-        ScorerOptions { prefill_chunk: 0, ..options(Route::Normal) },
-        ScorerOptions { batch: 0, ..options(Route::Normal) },
-        ScorerOptions { threads: Some(0), ..options(Route::Normal) },
+        ScorerOptions {
+            prefill_chunk: 0,
+            ..options(Route::Normal)
+        },
+        ScorerOptions {
+            batch: 0,
+            ..options(Route::Normal)
+        },
+        ScorerOptions {
+            threads: Some(0),
+            ..options(Route::Normal)
+        },
         ScorerOptions::new(0),
         ScorerOptions::new(65),
     ] {
