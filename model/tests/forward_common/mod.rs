@@ -1,5 +1,5 @@
 //! What the forward tests share: the fixtures' files and small helpers.
-#![allow(dead_code, reason = "each test binary uses its part")]
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
 use std::collections::HashMap;
 use std::path::PathBuf;
