@@ -162,13 +162,11 @@ fn part<const LEVEL: u8, const WIDTH: usize>(a: &[f32], b: &[f32], stride: usize
         for r in 0..ROWS {
             part[r].copy_from_slice(&sums[r][column..column + WIDTH]);
         }
-        for (p, a) in a.as_chunks::<ROWS>().0.iter().enumerate() {
-            let b: &[f32; WIDTH] = b[p * stride + column..]
-                .first_chunk()
-                .expect("a row of b is COLUMNS wide");
-            for r in 0..ROWS {
-                for c in 0..WIDTH {
-                    part[r][c] = multiply_add::<LEVEL>(a[r], b[c], part[r][c]);
+        for (a, b) in a.as_chunks::<ROWS>().0.iter().zip(b[column..].chunks(stride)) {
+            let b: &[f32; WIDTH] = b.first_chunk().expect("a row of b is COLUMNS wide");
+            for (a, part) in a.iter().zip(&mut part) {
+                for (b, part) in b.iter().zip(part) {
+                    *part = multiply_add::<LEVEL>(*a, *b, *part);
                 }
             }
         }
