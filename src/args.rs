@@ -1,0 +1,211 @@
+//! Arguments as typed. What they mean together is decided in `options.rs`.
+//!
+//! Long options only. A later occurrence of a single-value option replaces an earlier one.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueHint};
+
+use crate::log::Level;
+use crate::unbuilt::Unbuilt;
+
+const ABOUT: &str = "Perplexity of text under a quantised Qwen3.5-family model, offline";
+
+const LONG_ABOUT: &str = "\
+Perplexity of text under a quantised Qwen3.5-family model, offline.
+
+Text is cut into windows; every window starts from an empty state and scores its target tokens. \
+The table goes to standard output, the log to standard error, and the unrounded result to report.json. \
+Without an artifact the program scores the demo model that ships in the repository.";
+
+const EXAMPLES: &str = "\
+Examples:
+  burn-perplexity
+          score the demo model on the demo texts
+  burn-perplexity model.ninfer --corpus eval/corpora/open-1m/manifest.json --quick
+          one stream of each domain of the shipped corpus
+  burn-perplexity ./Qwen3.5-0.8B --text notes.txt --context 2048 --disjoint
+          a Hugging Face checkpoint on one file, in back-to-back windows
+  burn-perplexity convert ./Qwen3.5-0.8B model.ninfer --recipe q8
+          make an artifact
+
+Exit codes: 0 done, 1 failed, 2 wrong usage.";
+
+/// The whole command line.
+#[derive(Debug, Parser)]
+#[command(
+    name = "burn-perplexity",
+    version,
+    about = ABOUT,
+    long_about = LONG_ABOUT,
+    after_help = EXAMPLES,
+    args_conflicts_with_subcommands = true,
+    args_override_self = true,
+    disable_help_subcommand = true,
+    max_term_width = 110
+)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Option<Command>,
+    #[command(flatten)]
+    pub(crate) score: ScoreArgs,
+}
+
+/// Everything but scoring, which needs no command word.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Make an artifact from a Hugging Face checkpoint
+    Convert(ConvertArgs),
+    /// Show what an artifact or a checkpoint holds
+    Inspect(InspectArgs),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell to complete in
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page, or write one page per command
+    Man {
+        /// Write the pages of all commands into this directory instead
+        #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+        dir: Option<PathBuf>,
+    },
+}
+
+/// Arguments of a scoring run, in the order of the help text.
+#[derive(Debug, Args)]
+pub(crate) struct ScoreArgs {
+    #[command(flatten)]
+    pub(crate) input: InputArgs,
+    #[command(flatten)]
+    pub(crate) protocol: ProtocolArgs,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
+    #[command(flatten)]
+    pub(crate) kv: KvArgs,
+    #[command(flatten)]
+    pub(crate) route: RouteArgs,
+    #[command(flatten)]
+    pub(crate) unbuilt: Unbuilt,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Input")]
+pub(crate) struct InputArgs {
+    /// A .ninfer artifact or a Hugging Face checkpoint directory [default: the demo model]
+    #[arg(value_name = "ARTIFACT", value_hint = ValueHint::AnyPath)]
+    pub(crate) artifact: Option<PathBuf>,
+    /// Score the streams of a corpus manifest
+    #[arg(long, value_name = "MANIFEST", value_hint = ValueHint::FilePath, conflicts_with = "text")]
+    pub(crate) corpus: Option<PathBuf>,
+    /// Score one UTF-8 file as one stream
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) text: Option<PathBuf>,
+    /// Score the manifest's `quick` mode; the same as --mode quick
+    #[arg(long, conflicts_with_all = ["mode", "text"])]
+    pub(crate) quick: bool,
+    /// The manifest's mode to score [default: full]
+    #[arg(long, value_name = "NAME", conflicts_with = "text")]
+    pub(crate) mode: Option<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Protocol")]
+pub(crate) struct ProtocolArgs {
+    /// Tokens of a window, at least 2 [default: 4096; the demo: 1024]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) context: Option<u32>,
+    /// Tokens a window advances by, from 1 to context - 1 [default: 2048; the demo: 512]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) stride: Option<u32>,
+    /// Back-to-back windows, each scored from its second token; a partial last window is dropped and --stride is not used
+    #[arg(long)]
+    pub(crate) disjoint: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Model and device")]
+pub(crate) struct DeviceArgs {
+    /// ndarray, flex, cuda:N, vulkan:N or auto; a bare N means cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto", allow_negative_numbers = true)]
+    pub(crate) device: String,
+    /// CPU threads [default: one per core]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) threads: Option<u32>,
+    /// Windows per forward pass: a number or auto
+    #[arg(long, value_name = "N", default_value = "auto", allow_negative_numbers = true)]
+    pub(crate) batch: String,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "KV cache")]
+pub(crate) struct KvArgs {
+    /// Representation of stored keys and values
+    #[arg(long, value_name = "FORMAT", default_value = "bf16")]
+    pub(crate) kv_dtype: String,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Prefill and numerical route")]
+pub(crate) struct RouteArgs {
+    /// Tokens per prefill pass, a multiple of 128 [default: 1024]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) prefill_chunk: Option<u32>,
+    /// normal: bf16 at the model's boundaries; exact: float32 without rounding in between
+    #[arg(long, value_name = "ROUTE", default_value = "normal")]
+    pub(crate) route: String,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Output and logging")]
+pub(crate) struct OutputArgs {
+    /// Directory for report.json; missing or empty [default: a new one under profiles/perplexity]
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub(crate) output: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct LogArgs {
+    /// trace, debug, info, warning, error, critical or off
+    #[arg(long, value_name = "LEVEL", default_value = "info")]
+    pub(crate) log_level: Level,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArgs {
+    /// A Hugging Face checkpoint directory
+    #[arg(value_name = "CHECKPOINT", value_hint = ValueHint::DirPath)]
+    pub(crate) checkpoint: PathBuf,
+    /// The artifact to write; continuation volumes go beside it
+    #[arg(value_name = "OUT.ninfer", value_hint = ValueHint::FilePath)]
+    pub(crate) out: PathBuf,
+    /// A recipe's name, or a TOML file with an own mix
+    #[arg(long, value_name = "NAME|FILE")]
+    pub(crate) recipe: String,
+    /// Public model name in the artifact [default: the checkpoint directory's name]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) name: Option<String>,
+    /// Replace an existing artifact
+    #[arg(long)]
+    pub(crate) force: bool,
+    /// CPU threads [default: one per core]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) threads: Option<u32>,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    /// A .ninfer artifact or a Hugging Face checkpoint directory
+    #[arg(value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub(crate) path: PathBuf,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+}

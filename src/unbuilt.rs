@@ -1,0 +1,116 @@
+//! Options of the command line whose work is not in this build: listed in the help, refused when given.
+//!
+//! A feature that arrives takes its row out of the table and becomes a typed argument in `args.rs`.
+
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
+
+struct Row {
+    heading: &'static str,
+    long: &'static str,
+    /// Empty for a flag.
+    value: &'static str,
+    help: &'static str,
+}
+
+const fn row(heading: &'static str, long: &'static str, value: &'static str, help: &'static str) -> Row {
+    Row {
+        heading,
+        long,
+        value,
+        help,
+    }
+}
+
+const DEVICE: &str = "Model and device";
+const ROUTE: &str = "Prefill and numerical route";
+const ROPE: &str = "RoPE";
+const FLASH_NEXT: &str = "Qwen3.8-Flash-Next";
+const COMPARISON: &str = "Comparison files";
+
+#[rustfmt::skip]
+const ROWS: &[Row] = &[
+    row(DEVICE, "devices", "A,B,...", "Pipeline stages, one per GPU"),
+    row(DEVICE, "lm-head-q4", "", "Output head at 4 bits"),
+    row(DEVICE, "lm-head-q6", "", "Output head at 6 bits"),
+    row(DEVICE, "embedding-q4", "", "Token embedding at 4 bits"),
+    row(DEVICE, "embedding-q6", "", "Token embedding at 6 bits"),
+    row(DEVICE, "mtp-experts-q4", "", "Experts of the multi-token predictor at 4 bits"),
+    row(DEVICE, "gdn-state-fp16", "", "Gated DeltaNet state in FP16"),
+    row(ROUTE, "reproducible", "", "No fast path: the same bits for every pass size, batch and thread count"),
+    row(ROUTE, "lossless", "", "Every operation correctly rounded, one pass per window, bf16 KV, FP32 logits"),
+    row(ROUTE, "reference", "", "Lossless with exactly the declared lossy steps"),
+    row(ROUTE, "fast-path", "NAME", "Also run this fast path (repeatable)"),
+    row(ROUTE, "expert-a4-activations", "", "4-bit expert activations"),
+    row(ROUTE, "a16-activations", "", "16-bit activations in every linear layer"),
+    row(ROUTE, "use-original-int8-prefill-kernel", "", "Original prompt-attention kernel with --kv-dtype int8"),
+    row(ROUTE, "use-original-nvfp4-prefill-kernel", "", "Original prompt-attention kernel with --kv-dtype nvfp4"),
+    row(ROUTE, "prefill-8bit-pv", "", "8-bit P x V in prompt attention"),
+    row(ROUTE, "no-prefill-8bit-pv", "", "FP16 P x V in prompt attention"),
+    row(ROUTE, "fast-prefill-kernel", "", "Fast prompt-attention kernel for int8 and rk* caches"),
+    row(ROUTE, "prefill-cublas", "", "Score through the cuBLAS prefill route"),
+    row(ROUTE, "no-prefill-cublas-projections", "", "Keep input projections off the cuBLAS route"),
+    row(ROUTE, "no-prefill-a8", "", "No 8-bit activations in prefill"),
+    row(ROUTE, "mlp-a8-decode", "", "8-bit activations while decoding"),
+    row(ROPE, "rope-yarn-factor", "F", "YaRN at a fixed factor, from 1 to 4"),
+    row(ROPE, "rope-yarn", "", "YaRN at factor context / native window"),
+    row(ROPE, "rope-scaling-factor", "F", "Linear interpolation past the original context, from 1 to 32"),
+    row(ROPE, "rope-scaling-original-context", "N", "Where the interpolation begins"),
+    row(FLASH_NEXT, "ngram-volume", "FILE", "The n-gram volume"),
+    row(FLASH_NEXT, "expert-stripe", "FILE", "Second copy of the experts, on another disk"),
+    row(FLASH_NEXT, "expert-residency", "WHERE", "device, host or disk"),
+    row(FLASH_NEXT, "expert-cache-mib", "N|auto", "Device memory for cached experts"),
+    row(FLASH_NEXT, "ngram-table", "PATH", "n-gram table for models published without theirs"),
+    row(FLASH_NEXT, "ngram-residency", "WHERE", "disk, ram or ram-hot"),
+    row(FLASH_NEXT, "ngram-io", "HOW", "buffered, direct or mmap"),
+    row(FLASH_NEXT, "ngram-io-depth", "N", "Reads in flight, from 1 to 1024"),
+    row(FLASH_NEXT, "ngram-hot-profile", "PATH", "Rows to keep with ram-hot"),
+    row(FLASH_NEXT, "ngram-ram-mib", "N", "Memory for cached rows"),
+    row(FLASH_NEXT, "ngram-lock", "", "Lock cached rows in memory"),
+    row(FLASH_NEXT, "no-ngram-table", "", "Score without n-grams, a non-standard mode"),
+    row(COMPARISON, "save-top-tokens", "FILE", "Record each position's most probable tokens"),
+    row(COMPARISON, "kl-reference", "FILE", "KL divergence from a recorded run"),
+    row(COMPARISON, "save-tokens", "FILE", "Write each window's tokens as JSON"),
+];
+
+/// The unavailable options that were typed, in table order.
+#[derive(Debug, Default)]
+pub(crate) struct Unbuilt {
+    pub(crate) given: Vec<&'static str>,
+}
+
+impl Args for Unbuilt {
+    fn augment_args(mut command: Command) -> Command {
+        for row in ROWS {
+            let arg = Arg::new(row.long)
+                .long(row.long)
+                .help(format!("{} [not in this build]", row.help))
+                .help_heading(row.heading);
+            command = command.arg(if row.value.is_empty() {
+                arg.action(ArgAction::SetTrue)
+            } else {
+                arg.action(ArgAction::Append)
+                    .value_name(row.value)
+                    .allow_hyphen_values(true)
+            });
+        }
+        command
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Unbuilt {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let typed = |row: &&Row| matches.value_source(row.long) == Some(clap::parser::ValueSource::CommandLine);
+        Ok(Self {
+            given: ROWS.iter().filter(typed).map(|row| row.long).collect(),
+        })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
