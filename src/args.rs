@@ -87,6 +87,8 @@ pub(crate) struct ScoreArgs {
     #[command(flatten)]
     pub(crate) unbuilt: Unbuilt,
     #[command(flatten)]
+    pub(crate) comparison: ComparisonArgs,
+    #[command(flatten)]
     pub(crate) output: OutputArgs,
 }
 
@@ -94,7 +96,7 @@ pub(crate) struct ScoreArgs {
 #[command(next_help_heading = "Input")]
 pub(crate) struct InputArgs {
     /// A .ninfer artifact or a Hugging Face checkpoint directory [default: the demo model]
-    #[arg(value_name = "ARTIFACT", value_hint = ValueHint::AnyPath)]
+    #[arg(value_name = "ARTIFACT", value_hint = ValueHint::AnyPath, help_heading = None)]
     pub(crate) artifact: Option<PathBuf>,
     /// Score the streams of a corpus manifest
     #[arg(long, value_name = "MANIFEST", value_hint = ValueHint::FilePath, conflicts_with = "text")]
@@ -122,6 +124,12 @@ pub(crate) struct ProtocolArgs {
     /// Back-to-back windows, each scored from its second token; a partial last window is dropped and --stride is not used
     #[arg(long)]
     pub(crate) disjoint: bool,
+    /// Back-to-back windows scored in their second half, as llama-perplexity does; for --save-logits and --kl-base
+    #[arg(long, conflicts_with = "disjoint")]
+    pub(crate) llama_chunks: bool,
+    /// Score only the first N windows of every stream
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) chunks: Option<u32>,
 }
 
 #[derive(Debug, Args)]
@@ -141,9 +149,9 @@ pub(crate) struct DeviceArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "KV cache")]
 pub(crate) struct KvArgs {
-    /// Representation of stored keys and values
-    #[arg(long, value_name = "FORMAT", default_value = "bf16")]
-    pub(crate) kv_dtype: String,
+    /// Representation of stored keys and values [default: bf16; --route exact: float32, no choice]
+    #[arg(long, value_name = "FORMAT")]
+    pub(crate) kv_dtype: Option<String>,
 }
 
 #[derive(Debug, Args)]
@@ -155,6 +163,26 @@ pub(crate) struct RouteArgs {
     /// normal: bf16 at the model's boundaries; exact: float32 without rounding in between
     #[arg(long, value_name = "ROUTE", default_value = "normal")]
     pub(crate) route: String,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Comparison files")]
+pub(crate) struct ComparisonArgs {
+    /// Record each position's 64 most probable tokens, to compare later runs with
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) save_top_tokens: Option<PathBuf>,
+    /// KL divergence of this run from one recorded with --save-top-tokens
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) kl_reference: Option<PathBuf>,
+    /// Write each window's tokens, targets and fingerprint as JSON
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) save_tokens: Option<PathBuf>,
+    /// Record all logits as a base file of llama-perplexity; needs --text and --llama-chunks
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "llama_chunks")]
+    pub(crate) save_logits: Option<PathBuf>,
+    /// Full KL divergence of this run from such a base file; needs --text and --llama-chunks
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "llama_chunks")]
+    pub(crate) kl_base: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -188,9 +216,6 @@ pub(crate) struct ConvertArgs {
     /// Public model name in the artifact [default: the checkpoint directory's name]
     #[arg(long, value_name = "NAME")]
     pub(crate) name: Option<String>,
-    /// Replace an existing artifact
-    #[arg(long)]
-    pub(crate) force: bool,
     /// CPU threads [default: one per core]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) threads: Option<u32>,

@@ -4,8 +4,11 @@
 //! `perplexity-eval` decides what is computed and what the numbers mean.
 
 mod args;
+mod convert;
+mod inspect;
 mod log;
 mod options;
+mod score;
 mod terminal;
 mod unbuilt;
 
@@ -70,8 +73,8 @@ fn log_level(cli: &Cli) -> Level {
 
 fn run(cli: Cli, log: &Log) -> Result<(), Failure> {
     match cli.command {
-        Some(Command::Convert(args)) => Ok(()),
-        Some(Command::Inspect(args)) => Ok(()),
+        Some(Command::Convert(args)) => convert::run(&args, log),
+        Some(Command::Inspect(args)) => print(&inspect::run(&args)?),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "burn-perplexity", &mut script);
@@ -90,13 +93,13 @@ fn run(cli: Cli, log: &Log) -> Result<(), Failure> {
         None => {
             let working_directory = std::env::current_dir().map_err(Failure::failed)?;
             let options = ScoreOptions::resolve(&cli.score, &working_directory)?;
-            Ok(())
+            print(&score::run(&options, log)?)
         }
     }
 }
 
 /// Limits the CPU threads that every computation shares; one per core without a limit.
-fn limit_threads(threads: Option<NonZeroUsize>) -> Result<(), Failure> {
+pub(crate) fn limit_threads(threads: Option<NonZeroUsize>) -> Result<(), Failure> {
     let Some(threads) = threads else { return Ok(()) };
     rayon::ThreadPoolBuilder::new()
         .num_threads(threads.get())

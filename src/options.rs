@@ -1,8 +1,15 @@
 //! Arguments as resolved: defaults filled in, combinations checked, files found. Everything that can be refused before a
 //! weight is read is refused here.
 
+use std::fmt;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+
+use perplexity_eval::evaluate::{self, EvaluateError, SaveLogits, SaveTopTokens};
+use perplexity_eval::output::{self, OutputError};
+use perplexity_eval::windows::{Protocol, WindowError, WindowKind};
+
+use perplexity_model::route::Route;
 
 use crate::args::ScoreArgs;
 
@@ -15,8 +22,11 @@ const DEMO_CONTEXT: u32 = 1024;
 const DEMO_STRIDE: u32 = 512;
 
 const DEFAULT_CONTEXT: u32 = 4096;
+/// Stays what it is whatever the context, so that two runs with the same options are the same protocol.
 const DEFAULT_STRIDE: u32 = 2048;
 const DEFAULT_PREFILL_CHUNK: u32 = 1024;
+/// Tokens per position of a written reference: the most that its readers take.
+const TOP_TOKENS: u32 = 64;
 /// Passes are whole tiles of prompt attention.
 const PREFILL_CHUNK_MULTIPLE: u32 = 128;
 
@@ -26,16 +36,18 @@ const OTHER_KV_FORMATS: [&str; 10] = [
 ];
 
 /// A command line that cannot be carried out as typed.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[derive(Debug, thiserror::Error)]
 pub(crate) enum UsageError {
     #[error("--{0} is not in this build")]
     OptionNotBuilt(&'static str),
-    #[error("{option} {value} is not in this build{hint}")]
-    ValueNotBuilt {
-        option: &'static str,
-        value: String,
-        hint: &'static str,
-    },
+    #[error("--device {0} is not in this build")]
+    DeviceNotBuilt(Device),
+    #[error("--kv-dtype {0} is not in this build; bf16 is")]
+    KvNotBuilt(String),
+    #[error("--kv-dtype {0} needs --route normal: route exact keeps keys and values in float32")]
+    KvWithoutRounding(String),
+    #[error("--context {context} is more than the model's {positions} positions")]
+    BeyondPositions { context: usize, positions: usize },
     #[error("{option} {value:?} is not known; expected {expected}")]
     UnknownValue {
         option: &'static str,
@@ -58,12 +70,18 @@ pub(crate) enum UsageError {
         "no artifact given and no demo found: {missing} is in neither the working directory nor a folder above it; run inside a clone of the repository, or pass ARTIFACT and --corpus MANIFEST or --text FILE"
     )]
     NoDemo { missing: &'static str },
+    #[error("{0:?} exists already; convert never overwrites an artifact")]
+    ArtifactExists(PathBuf),
     #[error("{what} {path:?} does not exist")]
     Missing { what: &'static str, path: PathBuf },
     #[error("{what} {path:?} is a directory, expected a file")]
     NotAFile { what: &'static str, path: PathBuf },
-    #[error("--output {path:?}: {problem}")]
-    Output { path: PathBuf, problem: &'static str },
+    #[error("{0}; pass --context and --stride, or --disjoint for windows without overlap")]
+    Windows(#[from] WindowError),
+    #[error(transparent)]
+    Output(#[from] OutputError),
+    #[error(transparent)]
+    Comparison(#[from] EvaluateError),
 }
 
 /// Where the text comes from.
@@ -71,13 +89,6 @@ pub(crate) enum UsageError {
 pub(crate) enum Input {
     Corpus { manifest: PathBuf, mode: String },
     Text(PathBuf),
-}
-
-/// How streams are cut into windows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Protocol {
-    Sliding { context: usize, stride: usize },
-    Disjoint { context: usize },
 }
 
 /// What computes.
@@ -89,23 +100,29 @@ pub(crate) enum Device {
     Vulkan(usize),
 }
 
-/// Where results are rounded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Route {
-    Normal,
-    Exact,
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NdArray => f.write_str("ndarray"),
+            Self::Flex => f.write_str("flex"),
+            Self::Cuda(n) => write!(f, "cuda:{n}"),
+            Self::Vulkan(n) => write!(f, "vulkan:{n}"),
+        }
+    }
 }
 
 /// A scoring run, ready to start.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(crate) struct ScoreOptions {
     pub(crate) artifact: PathBuf,
     pub(crate) input: Input,
     pub(crate) protocol: Protocol,
+    /// Windows of each stream to score; `None` for all.
+    pub(crate) chunks: Option<NonZeroUsize>,
     pub(crate) device: Device,
     pub(crate) threads: Option<NonZeroUsize>,
-    /// Windows per forward pass; `None` lets the device decide.
-    pub(crate) batch: Option<NonZeroUsize>,
+    /// Windows per forward pass, and the files to compare with and to write.
+    pub(crate) evaluation: evaluate::Options,
     pub(crate) kv_dtype: String,
     pub(crate) prefill_chunk: usize,
     pub(crate) route: Route,
@@ -121,26 +138,45 @@ impl ScoreOptions {
         if let Some(option) = args.unbuilt.given.first() {
             return Err(UsageError::OptionNotBuilt(option));
         }
-        let (context, stride);
-        let (artifact, input) = match source(args)? {
-            Some(given) => {
-                (context, stride) = (DEFAULT_CONTEXT, DEFAULT_STRIDE);
-                given
-            }
-            None => {
-                (context, stride) = (DEMO_CONTEXT, DEMO_STRIDE);
-                demo(working_directory)?
-            }
+        let ((artifact, input), context, stride) = match source(args)? {
+            Some(given) => (given, DEFAULT_CONTEXT, DEFAULT_STRIDE),
+            None => (demo(working_directory)?, DEMO_CONTEXT, DEMO_STRIDE),
         };
-        let protocol = protocol(args, context, stride)?;
+        let context = args.protocol.context.unwrap_or(context) as usize;
+        let stride = args.protocol.stride.unwrap_or(stride) as usize;
+        let kind = match (args.protocol.disjoint, args.protocol.llama_chunks) {
+            (false, false) => WindowKind::Sliding,
+            (true, _) => WindowKind::Disjoint,
+            (false, true) => WindowKind::LlamaChunks,
+        };
+        let route = route(&args.route.route)?;
+        let protocol = Protocol::new(kind, context, stride)?;
+        let prefill_chunk = prefill_chunk(args.route.prefill_chunk)?;
+        let comparison = &args.comparison;
+        let evaluation = evaluate::Options {
+            batch: batch(&args.device.batch, prefill_chunk, protocol)?,
+            save_top_tokens: comparison.save_top_tokens.clone().map(|path| SaveTopTokens {
+                path,
+                per_position: TOP_TOKENS,
+            }),
+            kl_reference: comparison.kl_reference.clone(),
+            save_tokens: comparison.save_tokens.clone(),
+            logits_out: comparison
+                .save_logits
+                .clone()
+                .map(|path| SaveLogits { path, row_width: None }),
+            logits_reference: comparison.kl_base.clone(),
+            ..evaluate::Options::default()
+        };
         let options = Self {
             protocol,
+            chunks: positive("--chunks", args.protocol.chunks)?,
             device: device(&args.device.device)?,
-            threads: threads(args.device.threads)?,
-            batch: batch(&args.device.batch)?,
-            kv_dtype: kv_dtype(&args.kv.kv_dtype)?,
-            prefill_chunk: prefill_chunk(args.route.prefill_chunk)?,
-            route: route(&args.route.route)?,
+            threads: positive("--threads", args.device.threads)?,
+            evaluation,
+            kv_dtype: kv_dtype(args.kv.kv_dtype.as_deref(), route)?,
+            prefill_chunk,
+            route,
             output: args.output.output.clone(),
             artifact,
             input,
@@ -156,8 +192,9 @@ impl ScoreOptions {
             Input::Text(path) => require_file("--text", path)?,
         }
         if let Some(path) = &options.output {
-            check_output(path)?;
+            output::check(path)?;
         }
+        options.evaluation.check()?;
         Ok(options)
     }
 }
@@ -208,48 +245,11 @@ fn demo(working_directory: &Path) -> Result<(PathBuf, Input), UsageError> {
     ))
 }
 
-fn protocol(args: &ScoreArgs, default_context: u32, default_stride: u32) -> Result<Protocol, UsageError> {
-    let context = args.protocol.context.unwrap_or(default_context);
-    if context < 2 {
-        let expected = "a window predicts at least one token from another, so 2 or more".to_owned();
-        return Err(UsageError::OutOfRange {
-            option: "--context",
-            value: context,
-            expected,
-        });
-    }
-    if args.protocol.disjoint {
-        return Ok(Protocol::Disjoint {
-            context: context as usize,
-        });
-    }
-    let stride = args.protocol.stride.unwrap_or(default_stride);
-    if stride == 0 || stride >= context {
-        let last = context - 1;
-        let expected =
-            format!("1 to {last} with --context {context}; pass --stride, or --disjoint for windows without overlap");
-        return Err(UsageError::OutOfRange {
-            option: "--stride",
-            value: stride,
-            expected,
-        });
-    }
-    Ok(Protocol::Sliding {
-        context: context as usize,
-        stride: stride as usize,
-    })
-}
-
 fn device(text: &str) -> Result<Device, UsageError> {
     let unknown = || UsageError::UnknownValue {
         option: "--device",
         value: text.to_owned(),
         expected: "ndarray, flex, cuda:N, vulkan:N or auto".to_owned(),
-    };
-    let not_built = |hint| UsageError::ValueNotBuilt {
-        option: "--device",
-        value: text.to_owned(),
-        hint,
     };
     let index = |digits: &str| digits.parse::<usize>().map_err(|_| unknown());
     let device = match text {
@@ -263,49 +263,52 @@ fn device(text: &str) -> Result<Device, UsageError> {
             None => Device::Cuda(index(text)?),
         },
     };
-    match device {
-        Device::NdArray if !cfg!(feature = "ndarray") => Err(not_built("; build with --features ndarray")),
-        Device::Flex if !cfg!(feature = "flex") => Err(not_built("; build with --features flex")),
-        Device::Cuda(_) | Device::Vulkan(_) => Err(not_built("")),
-        device => Ok(device),
+    let built = match device {
+        Device::NdArray => cfg!(feature = "ndarray"),
+        Device::Flex => cfg!(feature = "flex"),
+        Device::Cuda(_) | Device::Vulkan(_) => false,
+    };
+    if built {
+        Ok(device)
+    } else {
+        Err(UsageError::DeviceNotBuilt(device))
     }
 }
 
-pub(crate) fn threads(typed: Option<u32>) -> Result<Option<NonZeroUsize>, UsageError> {
-    let positive = |n: u32| {
+pub(crate) fn positive(option: &'static str, typed: Option<u32>) -> Result<Option<NonZeroUsize>, UsageError> {
+    let check = |n: u32| {
         let expected = "at least 1".to_owned();
         NonZeroUsize::new(n as usize).ok_or(UsageError::OutOfRange {
-            option: "--threads",
+            option,
             value: n,
             expected,
         })
     };
-    typed.map(positive).transpose()
+    typed.map(check).transpose()
 }
 
-fn batch(text: &str) -> Result<Option<NonZeroUsize>, UsageError> {
+/// Windows per forward pass. Without a choice, as many as fill one prefill pass: on a CPU a larger product is no faster.
+fn batch(text: &str, prefill_chunk: usize, protocol: Protocol) -> Result<usize, UsageError> {
     if text == "auto" {
-        return Ok(None);
+        return Ok((prefill_chunk / protocol.context()).max(1));
     }
     let unknown = |_| UsageError::UnknownValue {
         option: "--batch",
         value: text.to_owned(),
         expected: "auto or a number of windows, at least 1".to_owned(),
     };
-    text.parse::<NonZeroUsize>().map(Some).map_err(unknown)
+    text.parse::<NonZeroUsize>().map(NonZeroUsize::get).map_err(unknown)
 }
 
-fn kv_dtype(text: &str) -> Result<String, UsageError> {
-    let option = "--kv-dtype";
-    match text {
-        "bf16" => Ok(text.to_owned()),
-        _ if OTHER_KV_FORMATS.contains(&text) => Err(UsageError::ValueNotBuilt {
-            option,
-            value: text.to_owned(),
-            hint: "; bf16 is",
-        }),
-        _ => Err(UsageError::UnknownValue {
-            option,
+/// The representation that will run: route exact has no cache format, since nothing is rounded.
+fn kv_dtype(typed: Option<&str>, route: Route) -> Result<String, UsageError> {
+    match (typed, route) {
+        (None, Route::Exact) => Ok("fp32".to_owned()),
+        (None | Some("bf16"), Route::Normal) => Ok("bf16".to_owned()),
+        (Some("bf16"), Route::Exact) => Err(UsageError::KvWithoutRounding("bf16".to_owned())),
+        (Some(text), _) if OTHER_KV_FORMATS.contains(&text) => Err(UsageError::KvNotBuilt(text.to_owned())),
+        (Some(text), _) => Err(UsageError::UnknownValue {
+            option: "--kv-dtype",
             value: text.to_owned(),
             expected: "bf16".to_owned(),
         }),
@@ -355,26 +358,6 @@ fn require_file(what: &'static str, path: &Path) -> Result<(), UsageError> {
     }
 }
 
-fn check_output(path: &Path) -> Result<(), UsageError> {
-    let refuse = |problem| {
-        Err(UsageError::Output {
-            path: path.to_owned(),
-            problem,
-        })
-    };
-    if !path.exists() {
-        return Ok(());
-    }
-    if !path.is_dir() {
-        return refuse("is a file, expected a directory that is missing or empty");
-    }
-    match std::fs::read_dir(path).map(|mut entries| entries.next().is_none()) {
-        Ok(true) => Ok(()),
-        Ok(false) => refuse("is not empty; a report never goes beside older files"),
-        Err(_) => refuse("cannot be read"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -411,6 +394,14 @@ mod tests {
         Cli::command().debug_assert();
     }
 
+    fn refusal(line: &str) -> String {
+        resolve(line).unwrap_err().to_string()
+    }
+
+    fn sliding(context: usize, stride: usize) -> Protocol {
+        Protocol::new(WindowKind::Sliding, context, stride).unwrap()
+    }
+
     #[test]
     fn without_arguments_the_demo_is_found_from_a_folder_below() {
         let root = clone();
@@ -424,51 +415,35 @@ mod tests {
                 mode: "demo".into()
             }
         );
-        assert_eq!(
-            options.protocol,
-            Protocol::Sliding {
-                context: 1024,
-                stride: 512
-            }
-        );
+        assert_eq!(options.protocol, sliding(1024, 512));
     }
 
     #[test]
     fn outside_a_clone_the_message_says_what_to_pass() {
         let nowhere = tempfile::tempdir().unwrap();
-        let error = resolve_in(nowhere.path(), "").unwrap_err();
-        assert_eq!(error, UsageError::NoDemo { missing: DEMO_ARTIFACT });
+        let message = resolve_in(nowhere.path(), "").unwrap_err().to_string();
+        assert!(message.contains(DEMO_ARTIFACT), "{message}");
         assert!(
-            error
-                .to_string()
-                .contains("pass ARTIFACT and --corpus MANIFEST or --text FILE")
+            message.contains("pass ARTIFACT and --corpus MANIFEST or --text FILE"),
+            "{message}"
         );
     }
 
     #[test]
     fn the_demo_takes_options() {
         let options = resolve("--context 256 --disjoint --route exact --device ndarray --batch 3 --threads 2").unwrap();
-        assert_eq!(options.protocol, Protocol::Disjoint { context: 256 });
+        assert_eq!(options.protocol, Protocol::new(WindowKind::Disjoint, 256, 512).unwrap());
         assert_eq!((options.route, options.device), (Route::Exact, Device::NdArray));
-        assert_eq!(
-            (options.batch, options.threads),
-            (NonZeroUsize::new(3), NonZeroUsize::new(2))
-        );
+        assert_eq!((options.evaluation.batch, options.threads), (3, NonZeroUsize::new(2)));
     }
 
     #[test]
     fn a_model_and_a_text_come_in_pairs() {
-        assert_eq!(resolve("MODEL"), Err(UsageError::NoText));
-        assert_eq!(resolve("--text TEXT"), Err(UsageError::NoArtifact("the text")));
-        assert_eq!(resolve("--corpus TEXT"), Err(UsageError::NoArtifact("the corpus")));
-        assert_eq!(
-            resolve("MODEL --quick"),
-            Err(UsageError::NeedsCorpus { option: "--quick" })
-        );
-        assert_eq!(
-            resolve("MODEL --mode m"),
-            Err(UsageError::NeedsCorpus { option: "--mode" })
-        );
+        assert!(refusal("MODEL").starts_with("no text to score"));
+        assert!(refusal("--text TEXT").starts_with("no model to score the text with"));
+        assert!(refusal("--corpus TEXT").starts_with("no model to score the corpus with"));
+        assert_eq!(refusal("MODEL --quick"), "--quick needs --corpus MANIFEST");
+        assert_eq!(refusal("MODEL --mode m"), "--mode needs --corpus MANIFEST");
     }
 
     #[test]
@@ -485,52 +460,69 @@ mod tests {
     #[test]
     fn defaults_are_the_published_ones() {
         let options = resolve("MODEL --text TEXT").unwrap();
-        assert_eq!(
-            options.protocol,
-            Protocol::Sliding {
-                context: 4096,
-                stride: 2048
-            }
-        );
+        assert_eq!(options.protocol, sliding(4096, 2048));
         assert_eq!((options.prefill_chunk, options.kv_dtype.as_str()), (1024, "bf16"));
-        assert_eq!((options.batch, options.threads), (None, None));
+        assert_eq!(
+            (options.evaluation.batch, options.threads, options.chunks),
+            (1, None, None)
+        );
     }
 
     #[test]
-    fn windows_out_of_range_are_refused() {
-        let refused = |line: &str| match resolve(&format!("MODEL --text TEXT {line}")) {
-            Err(UsageError::OutOfRange { option, value, .. }) => (option, value),
-            other => panic!("{line}: {other:?}"),
-        };
-        assert_eq!(refused("--context 1"), ("--context", 1));
-        assert_eq!(refused("--context 1 --disjoint"), ("--context", 1));
+    fn numbers_out_of_range_are_refused() {
+        for line in ["--context 1", "--context 1 --disjoint", "--context 0"] {
+            assert!(refusal(line).starts_with("context must be at least 2 tokens"), "{line}");
+        }
         // The default stride stays 2048, whatever the context.
-        assert_eq!(refused("--context 2048"), ("--stride", 2048));
-        assert_eq!(refused("--stride 4096"), ("--stride", 4096));
-        assert_eq!(refused("--stride 0"), ("--stride", 0));
-        assert_eq!(refused("--threads 0"), ("--threads", 0));
-        assert_eq!(refused("--prefill-chunk 0"), ("--prefill-chunk", 0));
-        assert_eq!(refused("--prefill-chunk 100"), ("--prefill-chunk", 100));
+        for line in [
+            "MODEL --text TEXT --context 2048",
+            "--stride 4096 --context 4096",
+            "--stride 0",
+        ] {
+            let message = refusal(line);
+            assert!(
+                message.starts_with("stride must be at least 1 and less than the context"),
+                "{message}"
+            );
+            assert!(message.contains("--disjoint"), "{message}");
+        }
+        assert_eq!(refusal("--threads 0"), "--threads 0 is out of range: at least 1");
+        assert_eq!(refusal("--chunks 0"), "--chunks 0 is out of range: at least 1");
+        assert_eq!(
+            refusal("--prefill-chunk 0"),
+            "--prefill-chunk 0 is out of range: a multiple of 128"
+        );
+        assert_eq!(
+            refusal("--prefill-chunk 100"),
+            "--prefill-chunk 100 is out of range: a multiple of 128"
+        );
         assert!(resolve("MODEL --text TEXT --context 2048 --disjoint").is_ok());
         assert!(resolve("MODEL --text TEXT --context 2 --stride 1").is_ok());
     }
 
     #[test]
     fn what_is_not_built_is_said_and_what_is_unknown_lists_the_known() {
-        let error = |line: &str| resolve(line).unwrap_err().to_string();
-        assert_eq!(error("--rope-yarn-factor 2"), "--rope-yarn-factor is not in this build");
-        assert_eq!(error("--lossless"), "--lossless is not in this build");
         assert_eq!(
-            error("--kv-dtype int8"),
+            refusal("--rope-yarn-factor 2"),
+            "--rope-yarn-factor is not in this build"
+        );
+        assert_eq!(refusal("--lossless"), "--lossless is not in this build");
+        assert_eq!(
+            refusal("--fast-path a --fast-path b"),
+            "--fast-path is not in this build"
+        );
+        assert_eq!(
+            refusal("--kv-dtype int8"),
             "--kv-dtype int8 is not in this build; bf16 is"
         );
         assert_eq!(
-            error("--kv-dtype int7"),
+            refusal("--kv-dtype int7"),
             "--kv-dtype \"int7\" is not known; expected bf16"
         );
-        assert_eq!(error("--device cuda:0"), "--device cuda:0 is not in this build");
-        assert_eq!(error("--device 0"), "--device 0 is not in this build");
-        for unknown in [
+        assert_eq!(refusal("--device cuda:0"), "--device cuda:0 is not in this build");
+        assert_eq!(refusal("--device 0"), "--device cuda:0 is not in this build");
+        assert!(refusal("--route exact --kv-dtype bf16").contains("needs --route normal"));
+        for line in [
             "--device tpu",
             "--device cuda:x",
             "--device -1",
@@ -538,27 +530,40 @@ mod tests {
             "--batch 0",
             "--batch x",
         ] {
-            assert!(error(unknown).contains("expected"), "{unknown}");
+            assert!(refusal(line).contains("expected"), "{line}");
         }
     }
 
     #[test]
+    fn small_windows_share_a_pass() {
+        let batch = |line: &str| resolve(line).unwrap().evaluation.batch;
+        assert_eq!(batch("--context 1024"), 1);
+        assert_eq!(batch("--context 100 --stride 50"), 10);
+        assert_eq!(batch("--context 100 --stride 50 --prefill-chunk 256"), 2);
+        assert_eq!(batch("--context 100 --stride 50 --batch 1"), 1);
+    }
+
+    #[test]
+    fn comparison_files_are_checked_first() {
+        assert!(refusal("--kl-reference nowhere.bin").contains("nowhere.bin"));
+        let root = clone();
+        let line = "--save-top-tokens new.bin --save-tokens new.bin";
+        assert!(matches!(
+            resolve_in(root.path(), line),
+            Err(UsageError::Comparison(EvaluateError::SameFile { .. }))
+        ));
+        assert!(matches!(
+            resolve("--kl-reference TEXT"),
+            Err(UsageError::Comparison(EvaluateError::TopTokens(_)))
+        ));
+    }
+
+    #[test]
     fn later_values_win_and_repeated_flags_are_harmless() {
-        let options =
-            resolve("--context 64 --context 128 --stride 32 --stride 16 --route normal --route exact").unwrap();
-        assert_eq!(
-            options.protocol,
-            Protocol::Sliding {
-                context: 128,
-                stride: 16
-            }
-        );
-        assert_eq!(options.route, Route::Exact);
+        let line = "--context 64 --context 128 --stride 32 --stride 16 --route normal --route exact";
+        let options = resolve(line).unwrap();
+        assert_eq!((options.protocol, options.route), (sliding(128, 16), Route::Exact));
         assert!(resolve("--disjoint --disjoint").is_ok());
-        assert_eq!(
-            resolve("--fast-path a --fast-path b"),
-            Err(UsageError::OptionNotBuilt("fast-path"))
-        );
     }
 
     #[test]
@@ -568,18 +573,28 @@ mod tests {
         assert!(out("new/nested").is_ok());
         std::fs::create_dir(root.path().join("empty")).unwrap();
         assert!(out("empty").is_ok());
-        assert!(matches!(out("below"), Err(UsageError::Output { .. })));
-        assert!(matches!(out("below/a.txt"), Err(UsageError::Output { .. })));
+        assert!(matches!(
+            out("below"),
+            Err(UsageError::Output(OutputError::NotEmpty { .. }))
+        ));
+        assert!(matches!(
+            out("below/a.txt"),
+            Err(UsageError::Output(OutputError::NotADirectory { .. }))
+        ));
     }
 
     #[test]
     fn missing_files_are_named() {
-        let missing = |line: &str, name: &str| {
-            let error = resolve(line).unwrap_err().to_string();
-            assert!(error.contains(name) && error.contains("does not exist"), "{error}");
-        };
-        missing("nowhere.ninfer --text TEXT", "nowhere.ninfer");
-        missing("MODEL --text nowhere.txt", "nowhere.txt");
-        missing("MODEL --corpus nowhere.json", "nowhere.json");
+        for (line, name) in [
+            ("nowhere.ninfer --text TEXT", "nowhere.ninfer"),
+            ("MODEL --text nowhere.txt", "nowhere.txt"),
+            ("MODEL --corpus nowhere.json", "nowhere.json"),
+        ] {
+            let message = refusal(line);
+            assert!(
+                message.contains(name) && message.contains("does not exist"),
+                "{message}"
+            );
+        }
     }
 }

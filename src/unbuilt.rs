@@ -25,7 +25,6 @@ const DEVICE: &str = "Model and device";
 const ROUTE: &str = "Prefill and numerical route";
 const ROPE: &str = "RoPE";
 const FLASH_NEXT: &str = "Qwen3.8-Flash-Next";
-const COMPARISON: &str = "Comparison files";
 
 #[rustfmt::skip]
 const ROWS: &[Row] = &[
@@ -67,9 +66,6 @@ const ROWS: &[Row] = &[
     row(FLASH_NEXT, "ngram-ram-mib", "N", "Memory for cached rows"),
     row(FLASH_NEXT, "ngram-lock", "", "Lock cached rows in memory"),
     row(FLASH_NEXT, "no-ngram-table", "", "Score without n-grams, a non-standard mode"),
-    row(COMPARISON, "save-top-tokens", "FILE", "Record each position's most probable tokens"),
-    row(COMPARISON, "kl-reference", "FILE", "KL divergence from a recorded run"),
-    row(COMPARISON, "save-tokens", "FILE", "Write each window's tokens as JSON"),
 ];
 
 /// The unavailable options that were typed, in table order.

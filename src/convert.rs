@@ -1,0 +1,129 @@
+//! `convert`: a Hugging Face checkpoint becomes an artifact.
+
+use std::path::Path;
+use std::time::Instant;
+
+use perplexity_eval::humanize::{bytes, duration};
+use perplexity_eval::progress::bar;
+use perplexity_model::convert::{ConvertOptions, Progress, Recipe, convert};
+
+use crate::args::ConvertArgs;
+use crate::log::Log;
+use crate::options::{UsageError, positive};
+use crate::{Failure, limit_threads};
+
+/// Cells of the progress bar; with the rest of the line it fits 80 columns.
+const BAR_CELLS: usize = 16;
+/// No estimate before this share is done: it would only frighten.
+const ESTIMATE_FROM: f64 = 0.05;
+
+/// Writes the artifact that `args` ask for.
+pub(crate) fn run(args: &ConvertArgs, log: &Log) -> Result<(), Failure> {
+    limit_threads(positive("--threads", args.threads)?)?;
+    let options = ConvertOptions {
+        name: args.name.clone(),
+        ..ConvertOptions::new(recipe(&args.recipe)?)
+    };
+    if args.out.exists() {
+        return Err(UsageError::ArtifactExists(args.out.clone()).into());
+    }
+    log.info(format_args!(
+        "converting {} | recipe {}",
+        args.checkpoint.display(),
+        options.recipe.name()
+    ));
+    for rule in options.recipe.describe() {
+        log.debug(rule);
+    }
+    let began = Instant::now();
+    log.begin_progress("reading the checkpoint");
+    let line = |progress: Progress| progress_line(progress, began.elapsed().as_secs_f64());
+    let mut show = |progress| log.progress(|| line(progress));
+    let summary = convert(&args.checkpoint, &args.out, &options, &mut show).map_err(Failure::failed)?;
+    log.clear_progress();
+    for note in &summary.notes {
+        log.warning(note);
+    }
+    let seconds = began.elapsed().as_secs_f64();
+    log.info(format_args!(
+        "converted {} | {} objects | {} | {:.3} bits per weight | {} | {}",
+        summary.name,
+        summary.objects,
+        bytes(summary.bytes),
+        summary.bits_per_weight,
+        duration(seconds),
+        byte_rate(summary.bytes, seconds),
+    ));
+    for file in &summary.files {
+        log.info(format_args!("wrote {}", file.display()));
+    }
+    Ok(())
+}
+
+/// A built-in recipe by name, or the mix of a TOML file.
+fn recipe(typed: &str) -> Result<Recipe, Failure> {
+    if let Some(recipe) = Recipe::named(typed) {
+        return Ok(recipe);
+    }
+    if !Path::new(typed).is_file() {
+        let expected = format!("a TOML file or one of {}", Recipe::NAMES.join(", "));
+        return Err(UsageError::UnknownValue {
+            option: "--recipe",
+            value: typed.to_owned(),
+            expected,
+        }
+        .into());
+    }
+    let text =
+        std::fs::read_to_string(typed).map_err(|error| Failure::failed(format!("cannot read {typed}: {error}")))?;
+    Recipe::from_toml(&text).map_err(|error| Failure::failed(format!("{typed}: {error}")))
+}
+
+/// `converting | [####            ] 25 % | 4.2 GiB of 16.8 GiB | 310 MiB/s | ETA 41.5s`
+fn progress_line(progress: Progress, seconds: f64) -> String {
+    let share = if progress.all_bytes == 0 {
+        1.0
+    } else {
+        progress.bytes as f64 / progress.all_bytes as f64
+    };
+    let eta = if share < ESTIMATE_FROM {
+        f64::NAN
+    } else {
+        seconds * (1.0 - share) / share
+    };
+    format!(
+        "converting | {} {:.0} % | {} of {} | {} | ETA {}",
+        bar(share, BAR_CELLS),
+        share * 100.0,
+        bytes(progress.bytes),
+        bytes(progress.all_bytes),
+        byte_rate(progress.bytes, seconds),
+        duration(eta)
+    )
+}
+
+fn byte_rate(n: u64, seconds: f64) -> String {
+    format!("{}/s", bytes((n as f64 / seconds) as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_shows_share_rate_and_remaining_time() {
+        let progress = Progress {
+            objects: 1,
+            all_objects: 4,
+            bytes: 1 << 30,
+            all_bytes: 4 << 30,
+        };
+        let expected = "converting | [####            ] 25 % | 1.00 GiB of 4.00 GiB | 102.4 MiB/s | ETA 30.0s";
+        assert_eq!(progress_line(progress, 10.0), expected);
+        let early = Progress {
+            bytes: 1 << 20,
+            ..progress
+        };
+        assert!(progress_line(early, 1.0).ends_with("ETA n/a"));
+    }
+}

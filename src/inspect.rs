@@ -1,0 +1,17 @@
+//! `inspect`: what an artifact or a checkpoint holds, as text or as JSON.
+
+use perplexity_model::inspect::Inspection;
+
+use crate::Failure;
+use crate::args::InspectArgs;
+
+/// The description that `args` ask for, for standard output.
+pub(crate) fn run(args: &InspectArgs) -> Result<Vec<u8>, Failure> {
+    let inspection = Inspection::of_path(&args.path).map_err(Failure::failed)?;
+    if args.json {
+        let mut text = serde_json::to_vec_pretty(&inspection).map_err(Failure::failed)?;
+        text.push(b'\n');
+        return Ok(text);
+    }
+    Ok(inspection.to_string().into_bytes())
+}

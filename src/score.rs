@@ -1,0 +1,313 @@
+//! A scoring run, in the order that finds a mistake before the expensive part: texts, configuration and tokenizer, windows,
+//! output directory, weights, scores, report.
+
+use std::path::PathBuf;
+use std::time::{Instant, SystemTime};
+
+use perplexity_eval::corpus::{CorpusPlan, CorpusText};
+use perplexity_eval::evaluate::{self, Progress, Results, Snapshot, StreamResult, Totals};
+use perplexity_eval::humanize::{bytes, duration};
+use perplexity_eval::output::{self, RunName};
+use perplexity_eval::report::{self, Artifact, Build, Report, RunInfo, Settings};
+use perplexity_eval::scorer::{CausalScorer, ScoreError, ScoreRequest, WindowScores, WindowTokens};
+use perplexity_eval::top_tokens::Provenance;
+use perplexity_eval::{progress, table};
+use perplexity_model::backends;
+use perplexity_model::config::LayerType;
+use perplexity_model::inspect::Inspection;
+use perplexity_model::route::Route;
+use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Window};
+use perplexity_model::signature::prefill_signature;
+use perplexity_model::source::{self, TextSource};
+use perplexity_model::tokenizer::{AddedTokens, TOKENIZER, TextTokenizer};
+use sha2::{Digest, Sha256};
+
+use crate::Failure;
+use crate::log::Log;
+use crate::options::{Device, Input, ScoreOptions, UsageError};
+
+/// Scores what `options` name, writes `report.json` and returns the table for standard output.
+pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure> {
+    let began = Instant::now();
+    log.info("preparing corpus");
+    let text = read(&options.input)?;
+    let mut notes: Vec<String> = text.byte_order_marks().map(byte_order_mark_note).collect();
+    let source = source::open(&options.artifact).map_err(Failure::failed)?;
+    notes.extend(source.notes());
+    for note in &notes {
+        log.warning(note);
+    }
+    check_positions(options, source.as_ref())?;
+    let tokenizer = TextTokenizer::from_source(source.as_ref(), AddedTokens::Match).map_err(Failure::failed)?;
+    let model = Inspection::of_source(&options.artifact, source.as_ref()).map_err(Failure::failed)?;
+    let signature = prefill_signature(source.as_ref(), tokenizer.public_tokens()).map_err(Failure::failed)?;
+    log.debug(format_args!("prefill signature {signature}"));
+    let limit = options.chunks.map(usize::from);
+    let plan = text
+        .plan(options.protocol, limit, |text| tokenizer.encode(text))
+        .map_err(Failure::failed)?;
+    let read_and_tokenize_seconds = began.elapsed().as_secs_f64();
+    log.info(progress::corpus_line(&plan, read_and_tokenize_seconds));
+
+    let directory = OutputDirectory::prepare(options, &plan, &model.name, &signature)?;
+    let load = Instant::now();
+    log.info(format_args!("loading weights | {}", bytes(model.bytes)));
+    let mut scorer = load_model(options, source.as_ref(), tokenizer.public_tokens())?;
+    let load_seconds = load.elapsed().as_secs_f64();
+    let speed = bytes((model.bytes as f64 / load_seconds) as u64);
+    let size = bytes(model.bytes);
+    log.info(format_args!(
+        "weights ready | {size} | {} | {speed}/s",
+        duration(load_seconds)
+    ));
+
+    let provenance = Provenance {
+        public_tokens: tokenizer.public_tokens() as u64,
+        artifact: model.name.clone(),
+        prefill_signature: signature.clone(),
+        kv_dtype: options.kv_dtype.clone(),
+        route: options.route.name().into(),
+    };
+    let evaluation = evaluate::Options {
+        provenance: Some(provenance),
+        ..options.evaluation.clone()
+    };
+    let results = evaluate::evaluate(&plan, &mut scorer, &evaluation, &mut Observer(log)).map_err(Failure::failed)?;
+    log.clear_progress();
+    log.info(progress::complete_line(&results));
+
+    let info = RunInfo {
+        build: build(),
+        command_line: std::env::args().collect(),
+        artifact: Artifact {
+            path: options
+                .artifact
+                .canonicalize()
+                .unwrap_or(options.artifact.clone())
+                .display()
+                .to_string(),
+            architecture: model.architecture.into(),
+            name: model.name.clone(),
+            prefill_signature: signature,
+            formats: model.formats,
+            bytes: Some(model.bytes),
+            header_sha256: None,
+            tokenizer_sha256: tokenizer_sha256(source.as_ref())?,
+        },
+        settings: settings(options, source.as_ref()),
+        load_seconds,
+        read_and_tokenize_seconds,
+        total_seconds: began.elapsed().as_secs_f64(),
+        notes,
+    };
+    finish(&plan, &results, info, directory)
+}
+
+fn finish(plan: &CorpusPlan, results: &Results, info: RunInfo, directory: OutputDirectory) -> Result<Vec<u8>, Failure> {
+    let report = Report::build(plan, results, info);
+    report.write(&directory.path).map_err(Failure::failed)?;
+    let path = directory.keep().join(report::FILE_NAME);
+    let mut text = Vec::new();
+    table::write(&mut text, &report, &path).map_err(Failure::failed)?;
+    Ok(text)
+}
+
+fn read(input: &Input) -> Result<CorpusText, Failure> {
+    match input {
+        Input::Corpus { manifest, mode } => CorpusText::from_manifest(manifest, mode),
+        Input::Text(path) => CorpusText::from_text(path),
+    }
+    .map_err(Failure::failed)
+}
+
+fn byte_order_mark_note(stream: &str) -> String {
+    format!("stream {stream} begins with a byte-order mark, which is scored as text")
+}
+
+/// A window must fit the positions that the model was made for.
+fn check_positions(options: &ScoreOptions, source: &dyn TextSource) -> Result<(), UsageError> {
+    let (context, positions) = (options.protocol.context(), source.config().max_position_embeddings);
+    if context > positions {
+        return Err(UsageError::BeyondPositions { context, positions });
+    }
+    Ok(())
+}
+
+/// The directory of the report: created before the expensive part, removed when the run fails.
+struct OutputDirectory {
+    path: PathBuf,
+    /// Whether this run made it.
+    created: bool,
+}
+
+impl OutputDirectory {
+    fn prepare(options: &ScoreOptions, plan: &CorpusPlan, name: &str, signature: &str) -> Result<Self, Failure> {
+        let run = RunName {
+            artifact: name,
+            prefill_signature: signature,
+            kv: &options.kv_dtype,
+            corpus_id: &plan.id,
+            mode: &plan.mode,
+        };
+        let path = match &options.output {
+            Some(path) => path.clone(),
+            None => output::default_directory(&run, SystemTime::now()),
+        };
+        let created = !path.exists();
+        output::prepare(&path).map_err(Failure::failed)?;
+        Ok(Self { path, created })
+    }
+
+    /// The run succeeded.
+    fn keep(mut self) -> PathBuf {
+        self.created = false;
+        std::mem::take(&mut self.path)
+    }
+}
+
+impl Drop for OutputDirectory {
+    fn drop(&mut self) {
+        if self.created {
+            // Fails when something is in it, and then it should stay.
+            let _ = std::fs::remove_dir(&self.path);
+        }
+    }
+}
+
+fn load_model(options: &ScoreOptions, source: &dyn TextSource, public_tokens: usize) -> Result<Adapter, Failure> {
+    let scorer_options = ScorerOptions {
+        route: options.route,
+        prefill_chunk: options.prefill_chunk,
+        batch: options.evaluation.batch,
+        threads: options.threads.map(usize::from),
+        public_tokens,
+    };
+    let load = match options.device {
+        #[cfg(feature = "ndarray")]
+        Device::NdArray => backends::ndarray::load,
+        #[cfg(feature = "flex")]
+        Device::Flex => backends::flex::load,
+        other => return Err(UsageError::DeviceNotBuilt(other).into()),
+    };
+    load(source, &scorer_options).map(Adapter).map_err(Failure::failed)
+}
+
+/// The model's scorer behind the evaluation's interface; neither package knows the other.
+struct Adapter(Box<dyn Scorer>);
+
+impl CausalScorer for Adapter {
+    fn public_tokens(&self) -> usize {
+        self.0.public_tokens()
+    }
+
+    fn score(&mut self, windows: &[WindowTokens], ask: &ScoreRequest) -> Result<Vec<WindowScores>, ScoreError> {
+        let windows: Vec<Window> = windows
+            .iter()
+            .map(|window| Window {
+                tokens: window.tokens.clone(),
+                first_target: window.first_target,
+            })
+            .collect();
+        let ask = Ask {
+            top_k: ask.top_k,
+            candidates_per_position: ask.candidates_per_position,
+            candidates: ask.candidates.clone(),
+        };
+        let scores = self
+            .0
+            .score(&windows, &ask)
+            .map_err(|error: ModelError| ScoreError(error.into()))?;
+        let adapt = |scores: perplexity_model::scorer::Scores| WindowScores {
+            logprobs: scores.logprobs,
+            top_ids: scores.top_ids,
+            top_logprobs: scores.top_logprobs,
+            candidate_logprobs: scores.candidate_logprobs,
+        };
+        Ok(scores.into_iter().map(adapt).collect())
+    }
+}
+
+/// Puts the evaluation's progress into the log.
+struct Observer<'a>(&'a Log);
+
+impl Progress for Observer<'_> {
+    fn started(&mut self, totals: Totals) {
+        self.0.info(progress::start_line(totals));
+    }
+
+    fn stream_started(&mut self, plan: &CorpusPlan, stream: usize) {
+        let line = progress::stream_begin_line(plan, stream);
+        self.0.debug(&line);
+        self.0.begin_progress(&line);
+    }
+
+    fn batch_scored(&mut self, snapshot: &Snapshot) {
+        self.0.progress(|| progress::progress_line(snapshot));
+    }
+
+    fn stream_finished(&mut self, plan: &CorpusPlan, stream: usize, result: &StreamResult) {
+        self.0.clear_progress();
+        self.0.info(progress::stream_line(plan, stream, result));
+        if let Some(line) = progress::stream_kl_line(plan, stream, result) {
+            self.0.info(line);
+        }
+    }
+}
+
+/// Which vocabulary made the tokens.
+fn tokenizer_sha256(source: &dyn TextSource) -> Result<Option<String>, Failure> {
+    let file = source.resource(TOKENIZER).map_err(Failure::failed)?;
+    Ok(file.map(|bytes| Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()))
+}
+
+fn build() -> Build {
+    let features = [("ndarray", cfg!(feature = "ndarray")), ("flex", cfg!(feature = "flex"))];
+    Build {
+        name: env!("CARGO_PKG_NAME").into(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        commit: None,
+        target: Some(format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS)),
+        features: features
+            .iter()
+            .filter(|(_, on)| *on)
+            .map(|(name, _)| (*name).into())
+            .collect(),
+    }
+}
+
+/// Keys and values of all attention blocks, 16 bits each unless nothing is rounded.
+fn kv_bytes_per_token(source: &dyn TextSource, route: Route) -> f64 {
+    let config = source.config();
+    let blocks = config
+        .layer_types
+        .iter()
+        .filter(|kind| **kind == LayerType::FullAttention)
+        .count();
+    let width = config
+        .attention
+        .as_ref()
+        .map_or(0, |attention| attention.num_kv_heads * attention.head_dim);
+    let element = match route {
+        Route::Normal => 2,
+        Route::Exact => 4,
+    };
+    (blocks * 2 * width * element) as f64
+}
+
+fn settings(options: &ScoreOptions, source: &dyn TextSource) -> Settings {
+    Settings {
+        backend: options.device.to_string(),
+        route: options.route.name().into(),
+        prefill_chunk_tokens: options.prefill_chunk as u64,
+        logits_dtype: match options.route {
+            Route::Normal => "bf16",
+            Route::Exact => "f32",
+        }
+        .into(),
+        kv_dtype: options.kv_dtype.clone(),
+        kv_dtype_requested: options.kv_dtype.clone(),
+        kv_bytes_per_token: Some(kv_bytes_per_token(source, options.route)),
+        special_tokens_in_text: "matched".into(),
+        ..Settings::default()
+    }
+}
