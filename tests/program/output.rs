@@ -1,0 +1,162 @@
+//! Output directories, the table, the report and the log.
+
+use crate::common::{Dir, byte_model, number, read_report};
+
+const TEXT: &str = "the quick brown fox jumps over the lazy dog";
+
+#[test]
+fn the_report_goes_into_a_new_or_an_empty_directory_alone() {
+    let dir = Dir::new();
+    let text = dir.file("a.txt", TEXT);
+    std::fs::create_dir(dir.path("empty")).unwrap();
+    for out in ["empty", "new/nested"] {
+        let run = dir.score(&byte_model(), &text, &format!("--output {out}"));
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        let files: Vec<_> = dir.files().into_iter().filter(|f| f.starts_with(out)).collect();
+        assert_eq!(files, [format!("{out}/report.json")]);
+    }
+    let again = dir.score(&byte_model(), &text, "--output empty");
+    assert_eq!((again.code, again.stdout.as_str()), (2, ""));
+    assert!(again.stderr.contains("is not empty"), "{}", again.stderr);
+}
+
+#[test]
+fn without_output_a_directory_is_named_after_the_run() {
+    let dir = Dir::new();
+    let run = dir.score(&byte_model(), &dir.file("my notes.txt", TEXT), "");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let files = dir.files();
+    let report = files.iter().find(|name| name.ends_with("report.json")).unwrap();
+    let parts: Vec<&str> = report.split('/').collect();
+    assert_eq!(
+        (parts.len(), &parts[..2], parts[2]),
+        (9, &["profiles", "perplexity"][..], "dense"),
+        "{report}"
+    );
+    assert_eq!(parts[3].len(), 64, "the prefill signature");
+    assert_eq!(&parts[4..7], ["bf16", "custom-my-notes.txt", "custom"]);
+    assert!(run.stdout.contains(report), "{}", run.stdout);
+}
+
+#[test]
+fn the_table_goes_to_stdout_and_the_log_to_stderr() {
+    let dir = Dir::new();
+    let run = dir.score(
+        &byte_model(),
+        &dir.file("a.txt", TEXT),
+        "--output out --context 16 --stride 8",
+    );
+    let report = read_report(&dir.path("out"));
+    let lines: Vec<&str> = run.stdout.lines().collect();
+    assert_eq!(lines[..2], ["Perplexity result", "artifact: dense"]);
+    assert_eq!(
+        lines[2],
+        "kv: bf16, corpus: custom-a.txt / custom, context/stride: 16/8"
+    );
+    let (mean, perplexity) = (
+        number(&report, "/overall/mean_nll"),
+        number(&report, "/overall/perplexity"),
+    );
+    for name in ["custom", "overall"] {
+        let row = format!("{name:<24}{:>16}{mean:>16.6}{perplexity:>16.6}", TEXT.len() - 1);
+        assert!(lines.contains(&row.as_str()), "{row}\n{}", run.stdout);
+    }
+    assert!(
+        run.stderr
+            .contains("corpus ready | 1 streams | 43 input tokens | 42 scored tokens"),
+        "{}",
+        run.stderr
+    );
+    assert!(
+        run.stderr.contains("[1/1] a.txt | 42 scored tokens | PPL "),
+        "{}",
+        run.stderr
+    );
+    assert!(
+        run.stderr.contains("scoring complete | 42 tokens | 5 windows | PPL "),
+        "{}",
+        run.stderr
+    );
+    assert!(
+        !run.stderr.contains('\r') && !run.stderr.contains('\x1b'),
+        "a redirected log is plain text"
+    );
+}
+
+#[test]
+fn log_levels_select_records() {
+    let dir = Dir::new();
+    let text = dir.file("a.txt", TEXT);
+    let log = |level: &str| {
+        dir.score(
+            &byte_model(),
+            &text,
+            &format!("--output out-{level} --log-level {level}"),
+        )
+        .stderr
+    };
+    // The folder holds a safetensors file of golden values beside the weights, which is said.
+    let warnings = log("warning");
+    assert!(
+        warnings.starts_with("warning: ") && warnings.lines().count() == 1,
+        "{warnings}"
+    );
+    assert_eq!(log("warn"), warnings);
+    assert_eq!(log("off"), "");
+    let (info, debug) = (log("info"), log("debug"));
+    assert!(!info.contains("debug: ") && debug.contains("debug: "), "{debug}");
+}
+
+#[test]
+fn the_report_records_what_was_run() {
+    let dir = Dir::new();
+    let text = dir.file("a.txt", TEXT);
+    let report = dir.report(
+        &byte_model(),
+        &text,
+        "--context 16 --stride 8 --route exact --device ndarray --batch 2",
+    );
+    assert_eq!(report["artifact"]["architecture"], "Qwen3_5ForCausalLM");
+    assert_eq!(report["artifact"]["name"], "dense");
+    assert_eq!(report["artifact"]["formats"], serde_json::json!(["bf16"]));
+    assert_eq!(report["corpus"]["id"], "custom-a.txt");
+    let execution = &report["execution"];
+    assert_eq!(execution["route"], "exact");
+    assert_eq!(execution["backend"], "ndarray");
+    // Nothing is rounded, so there is no cache format.
+    assert_eq!(execution["kv_dtype"], "fp32");
+    assert_eq!(number(&report, "/execution/prefill_chunk_tokens"), 1024.0);
+    assert_eq!(number(&report, "/execution/batch_windows"), 2.0);
+    // 507 ids, 512 rows.
+    assert_eq!(number(&report, "/denominators/softmax_rows"), 507.0);
+    assert!(report["command_line"].as_array().unwrap().contains(&"--batch".into()));
+}
+
+#[test]
+fn two_runs_differ_in_time_only() {
+    let dir = Dir::new();
+    let text = dir.file("a.txt", TEXT);
+    let run = || dir.report(&byte_model(), &text, "--context 16 --stride 8");
+    assert_eq!(crate::common::window_nlls(&run()), crate::common::window_nlls(&run()));
+}
+
+#[test]
+fn a_reader_that_stops_early_is_no_failure() {
+    use std::process::{Command, Stdio};
+    let dir = Dir::new();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_burn-perplexity"))
+        .arg(byte_model())
+        .args(["--text".as_ref(), dir.file("a.txt", TEXT).as_os_str()])
+        .args(["--log-level", "error"])
+        .current_dir(dir.path(""))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(
+        (output.status.code(), String::from_utf8(output.stderr).unwrap()),
+        (Some(0), String::new())
+    );
+}

@@ -1,0 +1,99 @@
+//! Command lines that cannot be carried out: exit code 2, a message, nothing on standard output, nothing written.
+
+use crate::common::{Dir, byte_model};
+
+/// Runs a command line in which MODEL and TEXT stand for good files.
+fn refused(line: &str) -> String {
+    let dir = Dir::new();
+    let text = dir.file("text.txt", "abcdefgh");
+    let line = line
+        .replace("MODEL", byte_model().to_str().unwrap())
+        .replace("TEXT", text.to_str().unwrap());
+    let run = dir.run(line.split_whitespace());
+    assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{line}: {}", run.stderr);
+    assert_eq!(dir.files(), ["text.txt"], "{line}");
+    run.stderr
+}
+
+#[test]
+fn outside_a_clone_there_is_no_demo() {
+    let message = refused("");
+    assert!(
+        message.contains("pass ARTIFACT and --corpus MANIFEST or --text FILE"),
+        "{message}"
+    );
+}
+
+#[test]
+fn unknown_and_incomplete_options_are_named() {
+    for (line, words) in [
+        ("MODEL --text TEXT --frobnicate", "--frobnicate"),
+        ("MODEL --text", "--text"),
+        ("MODEL --text TEXT --context many", "--context"),
+        ("MODEL --text TEXT --context -1", "--context"),
+        ("MODEL --text TEXT --context 4294967296", "--context"),
+        ("MODEL --text TEXT --log-level loud", "--log-level"),
+        ("MODEL --text TEXT --corpus TEXT", "cannot be used with"),
+        ("MODEL --text TEXT --quick", "cannot be used with"),
+        ("MODEL MODEL --text TEXT", "cannot be used with"),
+        ("convert MODEL", "OUT.ninfer"),
+        ("inspect", "PATH"),
+        ("completions tcsh", "tcsh"),
+    ] {
+        let message = refused(line);
+        assert!(message.contains(words), "{line}: {message}");
+    }
+}
+
+#[test]
+fn resolved_options_are_refused_in_words() {
+    for (line, words) in [
+        ("MODEL", "pass --corpus MANIFEST or --text FILE"),
+        ("--text TEXT", "pass the artifact"),
+        ("MODEL --text TEXT --context 1", "context must be at least 2"),
+        (
+            "MODEL --text TEXT --context 2048",
+            "stride must be at least 1 and less than the context of 2048",
+        ),
+        ("MODEL --text TEXT --stride 0", "stride must be at least 1"),
+        ("MODEL --text TEXT --prefill-chunk 100", "a multiple of 128"),
+        (
+            "MODEL --text TEXT --device gpu",
+            "expected ndarray, flex, cuda:N, vulkan:N or auto",
+        ),
+        ("MODEL --text TEXT --kv-dtype int7", "not known"),
+        ("MODEL --text TEXT --route fast", "expected normal or exact"),
+        ("MODEL --text nowhere.txt", "does not exist"),
+        ("nowhere.ninfer --text TEXT", "does not exist"),
+        ("MODEL --text TEXT --output TEXT", "is a file"),
+    ] {
+        let message = refused(line);
+        assert!(message.contains(words), "{line}: {message}");
+        assert!(
+            message.starts_with("error: ") && message.ends_with("; try '--help'\n"),
+            "{message}"
+        );
+        assert_eq!(message.lines().count(), 1, "{message}");
+    }
+}
+
+#[test]
+fn a_window_beyond_the_models_positions_is_refused_before_loading() {
+    // The model has 4,096 positions.
+    let message = refused("MODEL --text TEXT --context 8192 --log-level debug");
+    assert!(message.contains("8192") && message.contains("4096"), "{message}");
+    assert!(!message.contains("weights"), "{message}");
+}
+
+#[test]
+fn options_of_later_builds_are_never_ignored() {
+    for option in ["--lossless", "--rope-yarn-factor 2", "--ngram-lock", "--devices 0,1"] {
+        let message = refused(&format!("MODEL --text TEXT {option}"));
+        assert!(message.contains("is not in this build"), "{message}");
+    }
+}
+
+#[test]
+fn log_level_off_leaves_only_the_exit_code() {
+    assert_eq!(refused("MODEL --text TEXT --context 1 --log-level off"), "");
+}
