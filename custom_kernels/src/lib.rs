@@ -12,6 +12,5 @@ pub mod ops;
 pub mod precision;
 pub mod timing;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
-
 pub use backend::EvaluatorBackend;
 pub use precision::Precision;
