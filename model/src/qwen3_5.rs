@@ -9,8 +9,9 @@ use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
 use perplexity_kernels::backend::{HeadRequest, HeadScores, RotaryTable};
 use perplexity_kernels::ops::rotary;
+use perplexity_kv::options::KvOptions;
 
-use crate::config::TextConfig;
+use crate::config::{LayerType, TextConfig};
 use crate::layers::Pass;
 use crate::layers::block::{Block, BlockState};
 use crate::layers::embedding::Embedding;
@@ -31,6 +32,8 @@ pub struct Qwen3_5<B: EvaluatorBackend> {
     /// Rotary frequencies of the attention layers; empty when there are none.
     frequencies: Vec<f64>,
     route: Route,
+    /// Codecs of the KV cache; without them it holds the rows as the route rounds them.
+    kv: Option<KvOptions>,
     device: B::Device,
 }
 
@@ -73,6 +76,7 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
                 rotary::frequencies(f64::from(attention.rope_theta), attention.rotary_dim())
             }),
             route,
+            kv: None,
             device: device.clone(),
         })
     }
@@ -84,6 +88,18 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
         self
     }
 
+    /// The model with its KV cache packed by codecs; `config` is the one it was loaded with.
+    ///
+    /// # Errors
+    /// When the options do not fit the model's attention layers.
+    pub fn with_kv(self, config: &TextConfig, kv: KvOptions) -> Result<Self, ModelError> {
+        let layers = config.layer_types.iter().enumerate();
+        let attention: Vec<usize> =
+            layers.filter(|(_, kind)| **kind == LayerType::FullAttention).map(|(layer, _)| layer).collect();
+        kv.check(&attention, config.attention.as_ref().map_or(0, |attention| attention.head_dim))?;
+        Ok(Self { kv: Some(kv), ..self })
+    }
+
     /// `batch` windows at position 0, each of at most `capacity` tokens.
     pub fn begin(&self, batch: usize, capacity: usize) -> Windows<B> {
         Windows {
@@ -92,7 +108,10 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
             blocks: self
                 .blocks
                 .iter()
-                .map(|block| block.state(batch, capacity, &self.device))
+                .enumerate()
+                .map(|(layer, block)| {
+                    block.state(batch, capacity, self.kv.as_ref().map(|kv| (kv, layer)), &self.device)
+                })
                 .collect(),
             rotary: RotaryTable::new(&self.frequencies, 1.0, capacity, &self.device),
         }
@@ -131,7 +150,7 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
     /// Logits `[rows, vocab_size]` of rows of the residual stream, all at once.
     pub fn logits(&self, rows: Tensor<B, 2>) -> Tensor<B, 2> {
         let rows = self.normalise(rows).unsqueeze::<3>();
-        B::project(rows, self.head(), self.route.at(Boundary::Logits)).squeeze::<2>()
+        B::project(rows, self.head(), self.route.at(Boundary::Logits)).squeeze_dim::<2>(0)
     }
 
     /// The final norm over rows of the residual stream.

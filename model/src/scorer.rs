@@ -8,6 +8,7 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
 use perplexity_kernels::backend::HeadRequest;
+use perplexity_kv::options::{KvOptions, KvOptionsError};
 
 use crate::qwen3_5::Qwen3_5;
 use crate::route::Route;
@@ -55,10 +56,12 @@ pub struct Scores {
 }
 
 /// How a model is loaded and run.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ScorerOptions {
     /// The numerical route.
     pub route: Route,
+    /// Codecs of the KV cache; `None` keeps the rows as the route rounds them.
+    pub kv: Option<KvOptions>,
     /// Most tokens per pass and window.
     pub prefill_chunk: usize,
     /// Most windows per batch.
@@ -74,6 +77,7 @@ impl ScorerOptions {
     pub fn new(public_tokens: usize) -> Self {
         Self {
             route: Route::Normal,
+            kv: None,
             prefill_chunk: 1024,
             batch: 1,
             threads: None,
@@ -88,6 +92,9 @@ pub enum ModelError {
     /// A weight that could not be provided.
     #[error(transparent)]
     Source(#[from] SourceError),
+    /// A KV cache that does not fit the model.
+    #[error(transparent)]
+    Kv(#[from] KvOptionsError),
     /// A part of the family that this build does not implement.
     #[error("{what} is not in this build")]
     NotInThisBuild {
@@ -210,7 +217,10 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
         });
         Ok(Self {
             pool: pool.transpose()?,
-            model: Qwen3_5::load(source, options.route, device)?,
+            model: match &options.kv {
+                Some(kv) => Qwen3_5::load(source, options.route, device)?.with_kv(source.config(), kv.clone())?,
+                None => Qwen3_5::load(source, options.route, device)?,
+            },
             options: options.clone(),
         })
     }

@@ -7,6 +7,7 @@
 
 use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
+use perplexity_kv::options::KvOptions;
 
 use super::Pass;
 use super::kv_cache::KvCache;
@@ -58,9 +59,19 @@ impl<B: EvaluatorBackend> Attention<B> {
         })
     }
 
-    /// An empty cache for `batch` windows of `capacity` tokens.
-    pub fn cache(&self, batch: usize, capacity: usize, device: &B::Device) -> KvCache<B> {
-        KvCache::new([batch, self.num_kv_heads, capacity, self.head_dim], device)
+    /// An empty cache for `batch` windows of `capacity` tokens; `kv` names the codecs and this layer's index.
+    pub fn cache(
+        &self,
+        batch: usize,
+        capacity: usize,
+        kv: Option<(&KvOptions, usize)>,
+        device: &B::Device,
+    ) -> KvCache<B> {
+        let shape = [batch, self.num_kv_heads, capacity, self.head_dim];
+        match kv {
+            Some((kv, layer)) => KvCache::coded(shape, kv, layer),
+            None => KvCache::new(shape, device),
+        }
     }
 
     /// `residual + attention(h)`, both `[batch, tokens, hidden]`.
@@ -82,7 +93,12 @@ impl<B: EvaluatorBackend> Attention<B> {
 
         let q = position(heads(project(&self.query), self.num_heads), &self.query_norm);
         let k = position(heads(project(&self.key), self.num_kv_heads), &self.key_norm);
-        let v = route.round(Boundary::CachedValue, heads(project(&self.value), self.num_kv_heads));
+        let v = heads(project(&self.value), self.num_kv_heads);
+        let v = if cache.is_coded() {
+            v
+        } else {
+            route.round(Boundary::CachedValue, v)
+        };
         cache.append(k, v);
         let o = cache.attend(q, route.at(Boundary::AttentionOutput));
 

@@ -2,6 +2,7 @@
 
 use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
+use perplexity_kv::options::KvOptions;
 
 use super::Pass;
 use super::attention::Attention;
@@ -73,10 +74,16 @@ impl<B: EvaluatorBackend> Block<B> {
         })
     }
 
-    /// The state at the start of `batch` windows of `capacity` tokens.
-    pub fn state(&self, batch: usize, capacity: usize, device: &B::Device) -> BlockState<B> {
+    /// The state at the start of `batch` windows of `capacity` tokens; `kv` names the codecs and this layer's index.
+    pub fn state(
+        &self,
+        batch: usize,
+        capacity: usize,
+        kv: Option<(&KvOptions, usize)>,
+        device: &B::Device,
+    ) -> BlockState<B> {
         match &self.mixer {
-            Mixer::Attention(attention) => BlockState::Attention(attention.cache(batch, capacity, device)),
+            Mixer::Attention(attention) => BlockState::Attention(attention.cache(batch, capacity, kv, device)),
             Mixer::DeltaNet(delta_net) => BlockState::DeltaNet(delta_net.state(batch, device)),
         }
     }

@@ -1,46 +1,172 @@
 //! Keys and values of one attention layer and batch: normalised, rotated keys and plain values.
 //!
 //! Rows pass through the cache before any query reads them, the token's own included. Whatever the representation, a
-//! cache is [`KvCache::append`], then [`KvCache::attend`]; here it holds the rows as given, 16-bit values under a route
-//! that rounds them so.
+//! cache is [`KvCache::append`], then [`KvCache::attend`]. It holds the rows as given, 16-bit values under a route that
+//! rounds them so, or packed by a codec, one store per window:
+//!
+//! ```text
+//! k' = B_k k,  v' = B_v v  stored in the codec's bases;   o = B_v^-1 attention(B_k q, k', v')
+//! ```
 
-use burn::tensor::Tensor;
+use burn::tensor::{Tensor, TensorData};
 use perplexity_kernels::{EvaluatorBackend, Precision};
+use perplexity_kv::attention::{Emulation, attend};
+use perplexity_kv::options::KvOptions;
+use perplexity_kv::registry::KvPair;
+use perplexity_kv::store::{LayerStore, SideStore};
 
-/// Rows of every token so far, with room for the whole window.
+/// Rows of every token so far.
 #[derive(Debug)]
 pub struct KvCache<B: EvaluatorBackend> {
-    /// `[batch, kv_heads, capacity, head_dim]`; `None` only while a pass appends.
-    rows: Option<[Tensor<B, 4>; 2]>,
+    rows: Rows<B>,
     tokens: usize,
 }
 
+#[derive(Debug)]
+enum Rows<B: EvaluatorBackend> {
+    /// `[batch, kv_heads, capacity, head_dim]`, room for the whole window; `None` only while a pass appends.
+    Plain(Option<[Tensor<B, 4>; 2]>),
+    /// One store per window of the batch.
+    Coded {
+        windows: Vec<LayerStore>,
+        pair: KvPair,
+        emulation: Emulation,
+    },
+}
+
 impl<B: EvaluatorBackend> KvCache<B> {
-    /// Empty, `shape` `[batch, kv_heads, capacity, head_dim]`.
+    /// Empty, rows as given, `shape` `[batch, kv_heads, capacity, head_dim]`.
     pub fn new(shape: [usize; 4], device: &B::Device) -> Self {
+        let rows = Rows::Plain(Some([Tensor::zeros(shape, device), Tensor::zeros(shape, device)]));
+        Self { rows, tokens: 0 }
+    }
+
+    /// Empty, rows packed by the codec of `layer`; `shape` as for [`KvCache::new`], checked against the options.
+    pub fn coded(shape: [usize; 4], kv: &KvOptions, layer: usize) -> Self {
+        let [batch, kv_heads, _, head_dim] = shape;
+        let pair = kv.dtype.layer(layer).clone();
+        let windows = (0..batch)
+            .map(|_| LayerStore::new(&pair, kv.window, kv_heads, head_dim))
+            .collect();
         Self {
-            rows: Some([Tensor::zeros(shape, device), Tensor::zeros(shape, device)]),
+            rows: Rows::Coded {
+                windows,
+                pair,
+                emulation: kv.emulation,
+            },
             tokens: 0,
         }
+    }
+
+    /// Whether a codec rounds the rows, so that nothing else should.
+    pub fn is_coded(&self) -> bool {
+        matches!(self.rows, Rows::Coded { .. })
+    }
+
+    /// Bytes held for packed rows, and for the exact copies of windowed codecs; `None` without a codec.
+    pub fn packed_bytes(&self) -> Option<(usize, usize)> {
+        let Rows::Coded { windows, .. } = &self.rows else {
+            return None;
+        };
+        let sides = windows.iter().flat_map(|window| [window.k.bytes(), window.v.bytes()]);
+        Some(sides.fold((0, 0), |(packed, copies), side| (packed + side.0, copies + side.1)))
     }
 
     /// Takes the rows of a pass, `[batch, tokens, kv_heads, head_dim]` each; the capacity must hold them.
     pub fn append(&mut self, keys: Tensor<B, 4>, values: Tensor<B, 4>) {
         let appended = keys.dims()[1];
-        // Taken out, so that the backend may write in place.
-        self.rows = self.rows.take().map(|[k, v]| {
-            [
-                B::append_rows(k, keys, self.tokens),
-                B::append_rows(v, values, self.tokens),
-            ]
-        });
+        match &mut self.rows {
+            Rows::Plain(rows) => {
+                // Taken out, so that the backend may write in place.
+                *rows = rows.take().map(|[k, v]| {
+                    [
+                        B::append_rows(k, keys, self.tokens),
+                        B::append_rows(v, values, self.tokens),
+                    ]
+                });
+            }
+            Rows::Coded { windows, .. } => {
+                let (keys, values) = (host(keys), host(values));
+                let length = keys.len() / windows.len();
+                let rows = keys.chunks_exact(length).zip(values.chunks_exact(length));
+                for (window, (keys, values)) in windows.iter_mut().zip(rows) {
+                    window.k.append(keys);
+                    window.v.append(values);
+                }
+            }
+        }
         self.tokens += appended;
     }
 
     /// Causal attention of the last appended tokens' queries `[batch, tokens, heads, head_dim]`.
     pub fn attend(&self, q: Tensor<B, 4>, to: Precision) -> Tensor<B, 4> {
-        let [keys, values] = self.rows.as_ref().expect("appending always puts the rows back");
         let first_position = self.tokens - q.dims()[1];
-        B::causal_attention(q, keys.clone(), values.clone(), first_position, to)
+        match &self.rows {
+            Rows::Plain(rows) => {
+                let [keys, values] = rows.as_ref().expect("appending always puts the rows back");
+                B::causal_attention(q, keys.clone(), values.clone(), first_position, to)
+            }
+            Rows::Coded {
+                windows,
+                pair,
+                emulation,
+            } => attend_coded(windows, pair, *emulation, q, first_position, to),
+        }
     }
+}
+
+/// Attention over packed rows. Where every query reads the same decoded rows the backend attends over them; windows and
+/// kernel emulation choose rows and roundings per query and are left to the codecs' own attention.
+fn attend_coded<B: EvaluatorBackend>(
+    windows: &[LayerStore],
+    pair: &KvPair,
+    emulation: Emulation,
+    q: Tensor<B, 4>,
+    first_position: usize,
+    to: Precision,
+) -> Tensor<B, 4> {
+    let ([batch, tokens, heads, head_dim], device) = (q.dims(), q.device());
+    let mut queries = host(q);
+    let length = tokens * heads * head_dim;
+    let tensor =
+        |values: Vec<f32>, shape: [usize; 4]| Tensor::<B, 4>::from_data(TensorData::new(values, shape), &device);
+    let per_query = windows
+        .iter()
+        .any(|window| window.k.has_window() || window.v.has_window());
+    let outputs = if per_query || emulation != Emulation::Format {
+        let rows = windows.iter().zip(queries.chunks_exact(length));
+        rows.flat_map(|(window, q)| attend(window, Some(pair), q, heads, first_position, emulation))
+            .collect()
+    } else {
+        windows
+            .iter()
+            .zip(queries.chunks_exact_mut(length))
+            .for_each(|(window, q)| window.query_basis(q));
+        // `[batch, visible, kv_heads, head_dim]` as decoded, to `[batch, kv_heads, visible, head_dim]`.
+        let side = |of: fn(&LayerStore) -> &SideStore| {
+            let kv_heads = of(&windows[0]).kv_heads();
+            let rows: Vec<f32> = windows.iter().flat_map(|window| of(window).read().coded).collect();
+            tensor(rows, [batch, first_position + tokens, kv_heads, head_dim]).swap_dims(1, 2)
+        };
+        let (keys, values) = (side(|window| &window.k), side(|window| &window.v));
+        let queries = tensor(queries, [batch, tokens, heads, head_dim]);
+        let mut outputs = host(B::causal_attention(
+            queries,
+            keys,
+            values,
+            first_position,
+            Precision::Full,
+        ));
+        windows
+            .iter()
+            .zip(outputs.chunks_exact_mut(length))
+            .for_each(|(window, o)| window.output_basis(o));
+        outputs
+    };
+    B::round(tensor(outputs, [batch, tokens, heads, head_dim]), to)
+}
+
+/// Values in C order, widened to float32.
+fn host<B: EvaluatorBackend>(x: Tensor<B, 4>) -> Vec<f32> {
+    x.into_data().iter::<f32>().collect()
 }
