@@ -177,6 +177,7 @@ impl Drop for OutputDirectory {
 fn load_model(options: &ScoreOptions, source: &dyn TextSource, public_tokens: usize) -> Result<Adapter, Failure> {
     let scorer_options = ScorerOptions {
         route: options.route,
+        kv: None,
         prefill_chunk: options.prefill_chunk,
         batch: options.evaluation.batch,
         threads: options.threads.map(usize::from),
