@@ -58,6 +58,8 @@ pub(crate) enum Command {
     Convert(ConvertArgs),
     /// Show what an artifact or a checkpoint holds
     Inspect(InspectArgs),
+    /// Compare two reports window by window
+    Compare(CompareArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell to complete in
@@ -228,6 +230,21 @@ pub(crate) struct InspectArgs {
     /// A .ninfer artifact or a Hugging Face checkpoint directory
     #[arg(value_name = "PATH", value_hint = ValueHint::AnyPath)]
     pub(crate) path: PathBuf,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CompareArgs {
+    /// report.json of the first run
+    #[arg(value_name = "FIRST", value_hint = ValueHint::FilePath)]
+    pub(crate) first: PathBuf,
+    /// report.json of the second run; differences are second minus first
+    #[arg(value_name = "SECOND", value_hint = ValueHint::FilePath)]
+    pub(crate) second: PathBuf,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

@@ -9,9 +9,7 @@ use crate::args::InspectArgs;
 pub(crate) fn run(args: &InspectArgs) -> Result<Vec<u8>, Failure> {
     let inspection = Inspection::of_path(&args.path).map_err(Failure::failed)?;
     if args.json {
-        let mut text = serde_json::to_vec_pretty(&inspection).map_err(Failure::failed)?;
-        text.push(b'\n');
-        return Ok(text);
+        return crate::json(&inspection);
     }
     Ok(inspection.to_string().into_bytes())
 }

@@ -4,6 +4,7 @@
 //! `perplexity-eval` decides what is computed and what the numbers mean.
 
 mod args;
+mod compare;
 mod convert;
 mod inspect;
 mod log;
@@ -66,6 +67,7 @@ fn log_level(cli: &Cli) -> Level {
     match &cli.command {
         Some(Command::Convert(args)) => args.log.log_level,
         Some(Command::Inspect(args)) => args.log.log_level,
+        Some(Command::Compare(args)) => args.log.log_level,
         Some(Command::Completions { .. } | Command::Man { .. }) => Level::Info,
         None => cli.score.output.log.log_level,
     }
@@ -75,6 +77,7 @@ fn run(cli: Cli, log: &Log) -> Result<(), Failure> {
     match cli.command {
         Some(Command::Convert(args)) => convert::run(&args, log),
         Some(Command::Inspect(args)) => print(&inspect::run(&args)?),
+        Some(Command::Compare(args)) => print(&compare::run(&args)?),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "burn-perplexity", &mut script);
@@ -105,6 +108,13 @@ pub(crate) fn limit_threads(threads: Option<NonZeroUsize>) -> Result<(), Failure
         .num_threads(threads.get())
         .build_global()
         .map_err(Failure::failed)
+}
+
+/// `value` as indented JSON with a newline at the end.
+pub(crate) fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, Failure> {
+    let mut text = serde_json::to_vec_pretty(value).map_err(Failure::failed)?;
+    text.push(b'\n');
+    Ok(text)
 }
 
 /// Writes a finished result to standard output. A reader that has seen enough (`| head`) is no failure.

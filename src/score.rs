@@ -78,7 +78,9 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
 
     let info = RunInfo {
         build: build(),
-        command_line: std::env::args().collect(),
+        command_line: std::env::args_os()
+            .map(|arg| arg.to_string_lossy().into_owned())
+            .collect(),
         artifact: Artifact {
             path: options
                 .artifact
@@ -300,6 +302,8 @@ fn settings(options: &ScoreOptions, source: &dyn TextSource) -> Settings {
         backend: options.device.to_string(),
         route: options.route.name().into(),
         prefill_chunk_tokens: options.prefill_chunk as u64,
+        // The head runs once per pass.
+        score_tile_tokens: options.prefill_chunk as u64,
         logits_dtype: match options.route {
             Route::Normal => "bf16",
             Route::Exact => "f32",

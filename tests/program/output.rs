@@ -160,3 +160,57 @@ fn a_reader_that_stops_early_is_no_failure() {
         (Some(0), String::new())
     );
 }
+
+#[test]
+fn compare_pairs_two_reports_and_refuses_other_texts() {
+    let dir = Dir::new();
+    let score = |name: &str, text: &str, route: &str| {
+        let options = format!("--context 16 --stride 8 --route {route} --output {name}");
+        let run = dir.score(&byte_model(), &dir.file(&format!("text-{name}/a.txt"), text), &options);
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        format!("{name}/report.json")
+    };
+    let normal = score("normal", TEXT, "normal");
+    let exact = score("exact", TEXT, "exact");
+    let run = dir.run(["compare", &normal, &exact]);
+    assert!(
+        run.code == 0 && run.stdout.contains("execution.route: \"normal\" -> \"exact\""),
+        "{run:?}"
+    );
+    let run = dir.run(["compare", "--json", &normal, &exact]);
+    let json: serde_json::Value = serde_json::from_str(&run.stdout).unwrap();
+    let difference = number(&read_report(&dir.path("exact")), "/overall/mean_nll")
+        - number(&read_report(&dir.path("normal")), "/overall/mean_nll");
+    assert!((number(&json, "/mean_nll/difference") - difference).abs() < 1e-12);
+    let other = score("other", &TEXT.to_uppercase(), "normal");
+    let refused = dir.run(["compare", &normal, &other]);
+    assert_eq!((refused.code, refused.stdout.as_str()), (1, ""));
+}
+
+#[test]
+fn a_run_compared_with_itself_has_no_divergence() {
+    let dir = Dir::new();
+    let text = dir.file("a.txt", TEXT);
+    let protocol = "--context 16 --stride 8";
+    dir.report(
+        &byte_model(),
+        &text,
+        &format!("{protocol} --save-top-tokens {}", dir.path("ref.bin").display()),
+    );
+    let same = dir.report(
+        &byte_model(),
+        &text,
+        &format!("{protocol} --kl-reference {}", dir.path("ref.bin").display()),
+    );
+    assert_eq!(number(&same, "/kl_divergence/mean_kl"), 0.0);
+    assert_eq!(number(&same, "/kl_divergence/max_kl"), 0.0);
+    assert_eq!(number(&same, "/kl_divergence/top1_agreement"), 1.0);
+    let reference = dir.path("ref.bin");
+    let other = dir.score(
+        &byte_model(),
+        &text,
+        &format!("--context 16 --stride 4 --kl-reference {}", reference.display()),
+    );
+    assert_eq!((other.code, other.stdout.as_str()), (1, ""));
+    assert!(other.stderr.contains("stride"), "{}", other.stderr);
+}

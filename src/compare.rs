@@ -1,0 +1,15 @@
+//! `compare`: two reports, window by window.
+
+use crate::Failure;
+use crate::args::CompareArgs;
+
+/// The comparison that `args` ask for, for standard output.
+pub(crate) fn run(args: &CompareArgs) -> Result<Vec<u8>, Failure> {
+    let comparison = perplexity_eval::compare::compare(&args.first, &args.second).map_err(Failure::failed)?;
+    if args.json {
+        return crate::json(&comparison);
+    }
+    let mut text = Vec::new();
+    comparison.write_table(&mut text).map_err(Failure::failed)?;
+    Ok(text)
+}
