@@ -102,7 +102,7 @@ fn dense_fixture_likelihood_equals_hugging_face() {
 
 #[test]
 fn golden_texts_have_hugging_faces_perplexities() {
-    let golden = json("demo_golden/golden.json");
+    let golden = json("golden/golden.json");
     let number = |value: &serde_json::Value, key: &str| value[key].as_f64().unwrap();
     let tokenizer = Tokenizer::from_file(data("demo_hf/tokenizer.json")).unwrap();
     let source = checkpoint("demo_hf");
@@ -116,7 +116,7 @@ fn golden_texts_have_hugging_faces_perplexities() {
             let mut scorer = load(&source, &options).unwrap();
             for stream in golden["streams"].as_array().unwrap() {
                 let file = stream["file"].as_str().unwrap();
-                let text = std::fs::read_to_string(data("demo_golden").join(file)).unwrap();
+                let text = std::fs::read_to_string(data("golden").join(file)).unwrap();
                 let ids = tokenizer.encode(text, false).unwrap().get_ids().to_vec();
                 assert_eq!(ids.len(), number(stream, "tokens") as usize, "{file}");
                 let windows = sliding(
