@@ -143,6 +143,11 @@ fn pack_rows(x: &[f32], k: usize, start: usize, depth: usize, tiles: &mut [f32])
     }
 }
 
+per_instruction_set! {
+    /// [`tile`] as a function of its own: inlined into a large loop its sums leave the registers.
+    pub(crate) fn multiply_tile(a: &[f32], b: &[f32], stride: usize, sums: &mut Tile) = tile;
+}
+
 /// `sums[r][c] += a[p][r] * b[p][c]` for every `p` in order; `a` is `[depth][ROWS]`, row `p` of `b` starts at
 /// `p * stride`.
 #[inline(always)]

@@ -9,7 +9,7 @@
 
 use rayon::prelude::*;
 
-use crate::host::gemm::{COLUMNS, ROWS, Tile, tile};
+use crate::host::gemm::{COLUMNS, ROWS, Tile, multiply_tile, tile};
 use crate::host::math::{exp, round_all};
 use crate::host::simd::per_instruction_set;
 use crate::precision::Precision;
@@ -20,11 +20,11 @@ const KEYS: usize = 2 * COLUMNS;
 const QUERIES: usize = 8 * ROWS;
 
 /// One key head of one window.
-struct KeyHead<'a> {
+struct KeyHead {
     /// Panels of [`COLUMNS`] keys, `[head_dim][COLUMNS]`, the last one padded with zeros.
     keys: Vec<f32>,
-    /// `[visible, head_dim]`.
-    values: &'a [f32],
+    /// Blocks of [`KEYS`] values, each in panels of [`COLUMNS`] features, `[KEYS][COLUMNS]`, padded with zeros.
+    values: Vec<f32>,
 }
 
 /// `q` `[batch, tokens, heads, head_dim]` = `shape`; `keys` and `values` `[batch, kv_heads, capacity, head_dim]` =
@@ -41,12 +41,12 @@ pub fn attention(
     let [_, tokens, heads, head_dim] = shape;
     let [_, kv_heads, capacity, _] = kv_shape;
     let visible = first_position + tokens;
-    let key_heads: Vec<KeyHead<'_>> = keys
+    let key_heads: Vec<KeyHead> = keys
         .par_chunks(capacity * head_dim)
         .zip(values.par_chunks(capacity * head_dim))
         .map(|(keys, values)| KeyHead {
             keys: pack_keys(&keys[..visible * head_dim], head_dim),
-            values: &values[..visible * head_dim],
+            values: pack_values(&values[..visible * head_dim], head_dim),
         })
         .collect();
 
@@ -90,17 +90,30 @@ fn pack_keys(keys: &[f32], head_dim: usize) -> Vec<f32> {
     panels
 }
 
+fn pack_values(values: &[f32], head_dim: usize) -> Vec<f32> {
+    let count = values.len() / head_dim;
+    let width = head_dim.div_ceil(COLUMNS) * COLUMNS;
+    let mut blocks = vec![0.0; count.div_ceil(KEYS) * KEYS * width];
+    for (j, value) in values.chunks_exact(head_dim).enumerate() {
+        let block = &mut blocks[j / KEYS * KEYS * width..];
+        for (panel, part) in value.chunks(COLUMNS).enumerate() {
+            block[(panel * KEYS + j % KEYS) * COLUMNS..][..part.len()].copy_from_slice(part);
+        }
+    }
+    blocks
+}
+
 per_instruction_set! {
     /// One head of at most [`QUERIES`] queries at positions `first..`; a query's features start every `strides[0]`
     /// elements and number `strides[1]`, in `q` as in `y`.
-    fn attend(q: &[f32], key_head: &KeyHead<'_>, y: &mut [f32], strides: [usize; 2], first: usize, to: Precision)
+    fn attend(q: &[f32], key_head: &KeyHead, y: &mut [f32], strides: [usize; 2], first: usize, to: Precision)
         = attend_body;
 }
 
 #[inline(always)]
 fn attend_body<const LEVEL: u8>(
     q: &[f32],
-    key_head: &KeyHead<'_>,
+    key_head: &KeyHead,
     y: &mut [f32],
     strides: [usize; 2],
     first: usize,
@@ -123,26 +136,17 @@ fn attend_body<const LEVEL: u8>(
     let mut output = vec![0.0; tiles * ROWS * width];
     let mut max = [f32::NEG_INFINITY; QUERIES];
     let mut sum = [0.0f32; QUERIES];
-    let mut value_panel = vec![0.0; if width == head_dim { 0 } else { KEYS * width }];
 
     let last = first + queries;
     for start in (0..last).step_by(KEYS) {
         let count = KEYS.min(last - start);
-        let values = &key_head.values[start * head_dim..][..count * head_dim];
-        let values = if width == head_dim {
-            values
-        } else {
-            for (target, source) in value_panel.chunks_exact_mut(width).zip(values.chunks_exact(head_dim)) {
-                target[..head_dim].copy_from_slice(source);
-            }
-            &value_panel[..count * width]
-        };
+        let values = &key_head.values[start * width..][..KEYS * width];
         for index in 0..tiles {
             let mut scores = [[[0.0; COLUMNS]; ROWS]; KEYS / COLUMNS];
             let q = &q_tiles[index * ROWS * head_dim..][..ROWS * head_dim];
             for (half, scores) in scores.iter_mut().enumerate().take(count.div_ceil(COLUMNS)) {
                 let panel = &key_head.keys[(start / COLUMNS + half) * COLUMNS * head_dim..][..COLUMNS * head_dim];
-                tile::<LEVEL>(q, panel, COLUMNS, scores);
+                multiply_tile(q, panel, COLUMNS, scores);
             }
             let mut weights = [[0.0; ROWS]; KEYS];
             let mut rescale = [1.0; ROWS];
@@ -160,28 +164,13 @@ fn attend_body<const LEVEL: u8>(
                     }
                 }
                 row[seen..].fill(f32::NEG_INFINITY);
-                let new_max = max_of(&row).max(max[i]);
-                rescale[r] = exp(max[i] - new_max);
-                row.iter_mut().for_each(|s| *s = exp(*s - new_max));
-                sum[i] = sum[i] * rescale[r] + sum_of(&row);
-                max[i] = new_max;
+                (max[i], rescale[r], sum[i]) = soften(&mut row, max[i], sum[i]);
                 for (weights, &p) in weights.iter_mut().zip(&row) {
                     weights[r] = p;
                 }
             }
             let rows = &mut output[index * ROWS * width..][..ROWS * width];
-            for column in (0..width).step_by(COLUMNS) {
-                let mut sums: Tile = std::array::from_fn(|r| {
-                    let row = rows[r * width + column..]
-                        .first_chunk::<COLUMNS>()
-                        .expect("rows are whole tiles");
-                    std::array::from_fn(|c| row[c] * rescale[r])
-                });
-                tile::<LEVEL>(weights[..count].as_flattened(), &values[column..], width, &mut sums);
-                for r in 0..ROWS {
-                    rows[r * width + column..][..COLUMNS].copy_from_slice(&sums[r]);
-                }
-            }
+            add_values(rows, weights[..count].as_flattened(), values, &rescale);
         }
     }
     for (i, y) in y.chunks_mut(stride).enumerate() {
@@ -193,18 +182,43 @@ fn attend_body<const LEVEL: u8>(
     }
 }
 
+per_instruction_set! {
+    /// `rows = rescale * rows + weights * values` for one register tile of queries; `rows` `[ROWS, width]`, `weights`
+    /// `[keys][ROWS]`, `values` one block.
+    fn add_values(rows: &mut [f32], weights: &[f32], values: &[f32], rescale: &[f32; ROWS]) = add_values_body;
+}
+
+#[inline(always)]
+fn add_values_body<const LEVEL: u8>(rows: &mut [f32], weights: &[f32], values: &[f32], rescale: &[f32; ROWS]) {
+    let width = rows.len() / ROWS;
+    for (row, &rescale) in rows.chunks_exact_mut(width).zip(rescale) {
+        row.iter_mut().for_each(|o| *o *= rescale);
+    }
+    for (panel, values) in values.chunks_exact(KEYS * COLUMNS).enumerate() {
+        let mut sums: Tile = [[0.0; COLUMNS]; ROWS];
+        tile::<LEVEL>(weights, values, COLUMNS, &mut sums);
+        for (row, sums) in rows.chunks_exact_mut(width).zip(&sums) {
+            for (o, sum) in row[panel * COLUMNS..][..COLUMNS].iter_mut().zip(sums) {
+                *o += sum;
+            }
+        }
+    }
+}
+
+per_instruction_set! {
+    /// Turns scores into weights `exp(s_j - m')`; returns `m'`, `exp(m - m')` and the next sum.
+    fn soften(row: &mut [f32; KEYS], max: f32, sum: f32) -> (f32, f32, f32) = soften_body;
+}
+
+#[inline(always)]
+fn soften_body<const LEVEL: u8>(row: &mut [f32; KEYS], max: f32, sum: f32) -> (f32, f32, f32) {
+    let new_max = reduce(row, |a, b| if a > b { a } else { b }).max(max);
+    let rescale = exp(max - new_max);
+    row.iter_mut().for_each(|s| *s = exp(*s - new_max));
+    (new_max, rescale, sum * rescale + reduce(row, |a, b| a + b))
+}
+
 /// Lane-wise, then pairwise, so that it vectorises.
-#[inline(always)]
-fn max_of(row: &[f32; KEYS]) -> f32 {
-    reduce(row, f32::max)
-}
-
-/// Lane-wise, then pairwise.
-#[inline(always)]
-fn sum_of(row: &[f32; KEYS]) -> f32 {
-    reduce(row, |a, b| a + b)
-}
-
 #[inline(always)]
 fn reduce(row: &[f32; KEYS], combine: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = *row;

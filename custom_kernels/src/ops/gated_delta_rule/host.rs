@@ -16,7 +16,7 @@ use crate::precision::Precision;
 /// Columns of the state per task: 128 rows of them are 16 KB.
 const COLUMNS: usize = 32;
 /// Partial sums per column, to hide the latency of a fused multiply-add.
-const PARTS: usize = 4;
+const PARTS: usize = 2;
 
 /// The operands of all tasks.
 struct Operands<'a> {
@@ -130,30 +130,34 @@ fn run_body<const LEVEL: u8>(
         let decay = operands.g[row * value_heads + head].exp();
         let beta = operands.beta[row * value_heads + head];
 
-        let predicted = read::<LEVEL>(state, k);
+        let predicted = read(state, k);
         let mut u = [0.0; COLUMNS];
         u[..width].copy_from_slice(&operands.qkv[row * heads.channels() + first..][..width]);
         for c in 0..COLUMNS {
             u[c] = beta * (u[c] - decay * predicted[c]);
         }
-        *output = update_and_read::<LEVEL>(state, decay, k, &u, q);
+        *output = update_and_read(state, decay, k, &u, q);
     }
 }
 
-/// `k^T S`.
+per_instruction_set! {
+    /// `k^T S`; a function of its own, since inlined into the token loop its sums leave the registers.
+    fn read(state: &[f32], k: &[f32]) -> [f32; COLUMNS] = read_body;
+}
+
 #[inline(always)]
-fn read<const LEVEL: u8>(state: &[f32], k: &[f32]) -> [f32; COLUMNS] {
+fn read_body<const LEVEL: u8>(state: &[f32], k: &[f32]) -> [f32; COLUMNS] {
     let mut sums = [[0.0f32; COLUMNS]; PARTS];
-    let (rows, rest) = state.as_chunks::<{ PARTS * COLUMNS }>();
+    let (rows, rest) = state.as_chunks::<COLUMNS>().0.as_chunks::<PARTS>();
     let (ks, k_rest) = k.as_chunks::<PARTS>();
     for (rows, k) in rows.iter().zip(ks) {
         for p in 0..PARTS {
             for c in 0..COLUMNS {
-                sums[p][c] = multiply_add::<LEVEL>(k[p], rows[p * COLUMNS + c], sums[p][c]);
+                sums[p][c] = multiply_add::<LEVEL>(k[p], rows[p][c], sums[p][c]);
             }
         }
     }
-    for (row, &k) in rest.as_chunks::<COLUMNS>().0.iter().zip(k_rest) {
+    for (row, &k) in rest.iter().zip(k_rest) {
         for c in 0..COLUMNS {
             sums[0][c] = multiply_add::<LEVEL>(k, row[c], sums[0][c]);
         }
@@ -161,9 +165,14 @@ fn read<const LEVEL: u8>(state: &[f32], k: &[f32]) -> [f32; COLUMNS] {
     fold(&sums)
 }
 
-/// `S = decay S + k u^T`, returning `q^T S`.
+per_instruction_set! {
+    /// `S = decay S + k u^T`, returning `q^T S`.
+    fn update_and_read(state: &mut [f32], decay: f32, k: &[f32], u: &[f32; COLUMNS], q: &[f32]) -> [f32; COLUMNS]
+        = update_and_read_body;
+}
+
 #[inline(always)]
-fn update_and_read<const LEVEL: u8>(
+fn update_and_read_body<const LEVEL: u8>(
     state: &mut [f32],
     decay: f32,
     k: &[f32],
@@ -171,18 +180,18 @@ fn update_and_read<const LEVEL: u8>(
     q: &[f32],
 ) -> [f32; COLUMNS] {
     let mut sums = [[0.0f32; COLUMNS]; PARTS];
-    let (rows, rest) = state.as_chunks_mut::<{ PARTS * COLUMNS }>();
+    let (rows, rest) = state.as_chunks_mut::<COLUMNS>().0.as_chunks_mut::<PARTS>();
     let ((ks, k_rest), (qs, q_rest)) = (k.as_chunks::<PARTS>(), q.as_chunks::<PARTS>());
     for ((rows, k), q) in rows.iter_mut().zip(ks).zip(qs) {
         for p in 0..PARTS {
             for c in 0..COLUMNS {
-                let s = multiply_add::<LEVEL>(k[p], u[c], decay * rows[p * COLUMNS + c]);
-                rows[p * COLUMNS + c] = s;
+                let s = multiply_add::<LEVEL>(k[p], u[c], decay * rows[p][c]);
+                rows[p][c] = s;
                 sums[p][c] = multiply_add::<LEVEL>(q[p], s, sums[p][c]);
             }
         }
     }
-    for ((row, &k), &q) in rest.as_chunks_mut::<COLUMNS>().0.iter_mut().zip(k_rest).zip(q_rest) {
+    for ((row, &k), &q) in rest.iter_mut().zip(k_rest).zip(q_rest) {
         for c in 0..COLUMNS {
             row[c] = multiply_add::<LEVEL>(k, u[c], decay * row[c]);
             sums[0][c] = multiply_add::<LEVEL>(q, row[c], sums[0][c]);
@@ -193,7 +202,7 @@ fn update_and_read<const LEVEL: u8>(
 
 #[inline(always)]
 fn fold(sums: &[[f32; COLUMNS]; PARTS]) -> [f32; COLUMNS] {
-    std::array::from_fn(|c| (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]))
+    std::array::from_fn(|c| sums[0][c] + sums[1][c])
 }
 
 /// Queries, scaled by `1 / sqrt(Dk)`, and keys of unit length: `[batch, tokens, 2, Nk, Dk]`.
