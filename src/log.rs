@@ -68,6 +68,11 @@ impl Log {
         }
     }
 
+    /// Whether progress is one line that is redrawn.
+    pub(crate) fn on_console(&self) -> bool {
+        self.terminal().is_console()
+    }
+
     /// Removes the progress line from a console.
     pub(crate) fn clear_progress(&self) {
         self.terminal().clear();

@@ -245,7 +245,12 @@ impl Progress for Observer<'_> {
     }
 
     fn batch_scored(&mut self, snapshot: &Snapshot) {
-        self.0.progress(|| progress::progress_line(snapshot));
+        let line = || progress::progress_line(snapshot);
+        if self.0.on_console() {
+            self.0.progress(|| remaining_time_first(&line()));
+        } else {
+            self.0.progress(line);
+        }
     }
 
     fn stream_finished(&mut self, plan: &CorpusPlan, stream: usize, result: &StreamResult) {
@@ -254,6 +259,14 @@ impl Progress for Observer<'_> {
         if let Some(line) = progress::stream_kl_line(plan, stream, result) {
             self.0.info(line);
         }
+    }
+}
+
+/// The same line with the remaining time in front, where a narrow console does not cut it off.
+fn remaining_time_first(line: &str) -> String {
+    match line.rsplit_once(" | ETA ") {
+        Some((rest, eta)) => format!("ETA {eta} | {rest}"),
+        None => line.to_owned(),
     }
 }
 
@@ -314,5 +327,19 @@ fn settings(options: &ScoreOptions, source: &dyn TextSource) -> Settings {
         kv_bytes_per_token: Some(kv_bytes_per_token(source, options.route)),
         special_tokens_in_text: "matched".into(),
         ..Settings::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_narrow_console_keeps_the_remaining_time() {
+        let line = "scoring | 1/2 tokens | PPL 4.9 | elapsed 1.0s | ETA 2.0s";
+        assert_eq!(
+            remaining_time_first(line),
+            "ETA 2.0s | scoring | 1/2 tokens | PPL 4.9 | elapsed 1.0s"
+        );
     }
 }

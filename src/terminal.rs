@@ -43,6 +43,11 @@ impl Terminal {
         }
     }
 
+    /// Whether there is a console to redraw a line on.
+    pub(crate) fn is_console(&self) -> bool {
+        self.width.is_some()
+    }
+
     /// Prints one line that stays.
     pub(crate) fn record(&mut self, line: &str) {
         let text = if self.transient.is_empty() {

@@ -94,9 +94,14 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
     /// When the options do not fit the model's attention layers.
     pub fn with_kv(self, config: &TextConfig, kv: KvOptions) -> Result<Self, ModelError> {
         let layers = config.layer_types.iter().enumerate();
-        let attention: Vec<usize> =
-            layers.filter(|(_, kind)| **kind == LayerType::FullAttention).map(|(layer, _)| layer).collect();
-        kv.check(&attention, config.attention.as_ref().map_or(0, |attention| attention.head_dim))?;
+        let attention: Vec<usize> = layers
+            .filter(|(_, kind)| **kind == LayerType::FullAttention)
+            .map(|(layer, _)| layer)
+            .collect();
+        kv.check(
+            &attention,
+            config.attention.as_ref().map_or(0, |attention| attention.head_dim),
+        )?;
         Ok(Self { kv: Some(kv), ..self })
     }
 
