@@ -355,8 +355,8 @@ mod tests {
 
     #[test]
     fn radius_tables_are_geometric() {
-        for k in 1..16 {
-            assert!((f64::from(RADII[k]) - 0.5 * 2f64.powf((k as f64 - 8.0) / 3.0)).abs() < 5.1e-5);
+        for (k, radius) in RADII.into_iter().enumerate().skip(1) {
+            assert!((f64::from(radius) - 0.5 * 2f64.powf((k as f64 - 8.0) / 3.0)).abs() < 5.1e-5);
         }
         for (k, bound) in (2..16).zip(RADIUS_BOUNDS) {
             assert!((f64::from(bound) / 2f64.powf((f64::from(k) - 8.5) / 3.0) - 1.0).abs() < 3e-7);

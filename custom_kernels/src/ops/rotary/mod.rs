@@ -69,7 +69,7 @@ pub fn reference<B: EvaluatorBackend>(
     let half = table.cos.dims()[1];
     let rows = |t: &Tensor<B, 2>| {
         t.clone()
-            .slice([first_position..first_position + tokens])
+            .slice_dim(0, first_position..first_position + tokens)
             .reshape([1, tokens, 1, half])
     };
     let (cos, sin) = (rows(&table.cos), rows(&table.sin));
