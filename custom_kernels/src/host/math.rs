@@ -138,8 +138,8 @@ mod tests {
             assert!(round_bf16(x) == want || (x.is_nan() && round_bf16(x).is_nan()), "{x}");
         }
         // 1 + 2^-8 lies halfway between 1 and 1 + 2^-7: the even one is 1.
-        assert_eq!(round_bf16(1.003_906_25), 1.0);
-        assert_eq!(round_bf16(1.011_718_75), 1.015_625);
+        assert_eq!(round_bf16(1.0 + 1.0 / 256.0), 1.0);
+        assert_eq!(round_bf16(1.0 + 3.0 / 256.0), 1.015_625);
     }
 
     #[test]
