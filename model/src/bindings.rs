@@ -209,7 +209,7 @@ impl TextSource for ArtifactSource {
             elements,
             parts,
             policy: activation.map(|(policy, _)| *policy),
-            has_activation_divisor: activation.is_some_and(|(_, divisor)| divisor.is_some()),
+            activation_divisor: activation.and_then(|(_, divisor)| *divisor),
         })
     }
 

@@ -138,7 +138,7 @@ fn weights(source: &dyn TextSource, config: &TextConfig) -> Result<String, Sourc
             uses.push(format!(
                 "[{},{number},{}]",
                 quoted(input),
-                stored.has_activation_divisor
+                stored.activation_divisor.is_some()
             ));
         }
         items.push(format!(

@@ -87,7 +87,7 @@ pub struct SourceFile {
 }
 
 /// How one parameter is stored.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct StoredParameter {
     /// Number of elements.
     pub elements: u64,
@@ -95,8 +95,8 @@ pub struct StoredParameter {
     pub parts: Vec<StoredPart>,
     /// Activation permission at the parameter's input; `None` when it multiplies no activation.
     pub policy: Option<ActivationPolicy>,
-    /// Whether that input has a divisor for 4-bit activations.
-    pub has_activation_divisor: bool,
+    /// The input's divisor for 4-bit activations, finite and positive: `x` is quantised as `divisor * x`.
+    pub activation_divisor: Option<f32>,
 }
 
 /// A piece of a parameter inside one stored object.

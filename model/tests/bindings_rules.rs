@@ -106,7 +106,7 @@ fn the_small_example_opens_and_every_parameter_has_its_shape() {
     );
     let stored = source.stored("text/layers/0/mlp/up").expect("stored");
     assert_eq!(stored.policy, Some(ActivationPolicy::AllowA4));
-    assert!(stored.has_activation_divisor);
+    assert!(stored.activation_divisor.is_some());
     assert_eq!(
         (stored.parts[0].format, stored.parts[0].range),
         ("nvfp4", Some((16_384, 32_768)))

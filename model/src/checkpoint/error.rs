@@ -6,6 +6,7 @@ use safetensors::{Dtype, SafeTensorError};
 
 use super::names::LM_HEAD;
 use crate::config::ConfigError;
+use crate::formats::FormatError;
 use crate::source::SourceError;
 
 /// A checkpoint that cannot be used.
@@ -116,7 +117,7 @@ pub enum CheckpointError {
         expected: Vec<usize>,
     },
     /// A tensor is of a type that cannot be read.
-    #[error("{tensor} in {} is of type {found:?}: expected BF16, F16 or F32", path.display())]
+    #[error("{tensor} in {} is of type {found:?}: expected {expected}", path.display())]
     Dtype {
         /// The file.
         path: PathBuf,
@@ -124,6 +125,84 @@ pub enum CheckpointError {
         tensor: String,
         /// Its type.
         found: Dtype,
+        /// Types that can be read.
+        expected: &'static str,
+    },
+    /// The declaration of what is quantised cannot be used.
+    #[error("{}: {member} of the quantisation is {found}: expected {expected}", path.display())]
+    Declaration {
+        /// The file with the declaration.
+        path: PathBuf,
+        /// The member at fault.
+        member: String,
+        /// Its value.
+        found: String,
+        /// What can be used.
+        expected: String,
+    },
+    /// A weight that is declared quantised is not stored so.
+    #[error(
+        "{tensor} in {} is of type {found:?}, but {} declares it as {declared}",
+        path.display(),
+        declaration.display()
+    )]
+    NotAsDeclared {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its type.
+        found: Dtype,
+        /// The file with the declaration.
+        declaration: PathBuf,
+        /// What is declared.
+        declared: &'static str,
+    },
+    /// A quantised weight that is not declared so.
+    #[error("{tensor} in {} is of type {found:?}, but {declaration}", path.display())]
+    NotDeclared {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its type.
+        found: Dtype,
+        /// What is declared, or where a declaration would be.
+        declaration: String,
+    },
+    /// A quantised weight without one of its scales.
+    #[error("{} has no {tensor}, which {weight} needs", directory.display())]
+    MissingScale {
+        /// The checkpoint.
+        directory: PathBuf,
+        /// The absent tensor.
+        tensor: String,
+        /// The quantised weight.
+        weight: String,
+    },
+    /// A scale that cannot be one.
+    #[error("element {element} of {tensor} in {} is {value}: expected {expected}", path.display())]
+    Scale {
+        /// The file.
+        path: PathBuf,
+        /// The tensor of scales.
+        tensor: String,
+        /// Flat index.
+        element: usize,
+        /// The value.
+        value: f32,
+        /// What a scale may be.
+        expected: &'static str,
+    },
+    /// A word of a quantised weight that stands for no number.
+    #[error("{tensor} in {}: {source}", path.display())]
+    Word {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Which word.
+        source: FormatError,
     },
     /// A tensor of the text model that no parameter uses.
     #[error("{tensor} in {} belongs to the text model but to no parameter of this configuration", path.display())]

@@ -1,30 +1,38 @@
 //! A Hugging Face checkpoint directory as a weight source: `config.json`, `*.safetensors`, `tokenizer.json`.
 //!
 //! Opening checks everything that can be checked without arithmetic: files, headers, index, and for every parameter of
-//! the configuration its tensor's presence, shape and type. Vision and multi-token-prediction tensors are skipped with a
-//! note; any other tensor of the text model that no parameter uses is an error, because it would change the numbers.
+//! the configuration its tensor's presence, shape and type, and whether it is quantised as the checkpoint declares.
+//! Vision and multi-token-prediction tensors and the scales of a KV cache are skipped with a note; any other tensor of
+//! the text model that no parameter uses is an error, because it would change the numbers.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use half::{bf16, f16};
 use rayon::prelude::*;
-use safetensors::Dtype;
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 use crate::config::{ConfigError, TextConfig};
-use crate::parameters::{Parameter, parameters};
+use crate::formats::Format;
+use crate::parameters::parameters;
 use crate::source::{ActivationPolicy, SourceError, SourceFile, StoredParameter, StoredPart, TextSource};
 
+mod declaration;
 mod error;
+mod locate;
 mod names;
 mod shards;
+mod words;
 
 pub use error::CheckpointError;
+pub(crate) use words::RowWords;
 
-use names::{EMBEDDING, LM_HEAD, Origin, Selection, origins};
-use shards::{Shards, Tensor};
+use declaration::Declaration;
+use locate::{Locator, PACKED, Stored};
+use names::{EMBEDDING, LM_HEAD, Selection};
+use shards::Shards;
+use words::Storage;
 
 /// Prefixes of the text tensors: a multimodal checkpoint's and a text-only one's.
 const PREFIXES: [&str; 2] = ["model.language_model.", "model."];
@@ -36,17 +44,25 @@ const SKIPPED: [(&str, &str); 5] = [
     ("model.mtp.", "multi-token prediction"),
     ("model.language_model.mtp.", "multi-token prediction"),
 ];
-/// Elements that one task decodes.
-const DECODE_CHUNK: usize = 1 << 16;
 /// Ending of a derived table that some exporters store.
 const ROTARY_TABLE: &str = "rotary_emb.inv_freq";
 
-/// Where a parameter's values are.
-struct Stored {
-    parameter: Parameter,
-    name: String,
-    tensor: Tensor,
-    selection: Selection,
+/// Endings of the scales of a quantised KV cache, which belongs to the codec of a run and not to the weights.
+const CACHE_SCALES: [&str; 3] = [".k_scale", ".v_scale", ".q_scale"];
+
+/// A weight that is stored quantised, and what an artifact can take over.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QuantizedWeight {
+    /// What the checkpoint's format is called in inspections.
+    pub stored: &'static str,
+    /// The artifact format that holds the words as they are, if any.
+    pub format: Option<Format>,
+    /// The divisor of an NVFP4 matrix as an artifact stores it.
+    pub weight_divisor: Option<f32>,
+    /// The activation precision the weight was quantised for.
+    pub policy: ActivationPolicy,
+    /// The divisor for 4-bit activations.
+    pub activation_divisor: Option<f32>,
 }
 
 /// An opened checkpoint directory; serves parameters by their artifact names.
@@ -65,22 +81,35 @@ impl CheckpointSource {
     /// # Errors
     /// See [`CheckpointError`]; nothing has been computed by then.
     pub fn open(directory: &Path) -> Result<Self, CheckpointError> {
-        let config = read_config(&directory.join("config.json"))?;
+        let (config, json) = read_config(&directory.join("config.json"))?;
+        let declaration = Declaration::read(directory, &json)?;
         let mut shards = Shards::open(directory)?;
         let prefix = text_prefix(directory, &shards)?;
-        if !config.tie_word_embeddings && !shards.tensors.contains_key(LM_HEAD) {
+        let has_head = [LM_HEAD.into(), format!("{LM_HEAD}{PACKED}")]
+            .iter()
+            .any(|name| shards.tensors.contains_key(name));
+        if !config.tie_word_embeddings && !has_head {
             return Err(CheckpointError::UntiedWithoutHead {
                 directory: directory.into(),
             });
         }
         let mut used = HashSet::new();
         let mut stored = HashMap::new();
+        let locator = Locator {
+            directory,
+            shards: &shards,
+            config: &config,
+            prefix,
+            declaration: declaration.as_ref(),
+        };
         for parameter in parameters(&config) {
-            let found = locate(directory, &shards, &config, prefix, parameter)?;
-            used.insert(found.name.clone());
+            let found = locator.locate(parameter)?;
+            used.insert(found.weight.name.clone());
+            used.extend(found.weight.companions.iter().cloned());
             stored.insert(found.parameter.name.clone(), found);
         }
         let mut notes = std::mem::take(&mut shards.notes);
+        notes.extend(quantization_notes(declaration.as_ref(), &stored));
         notes.extend(unused(&shards, prefix, &used)?);
         let absolute = directory.canonicalize().unwrap_or_else(|_| directory.into());
         let name = absolute
@@ -114,12 +143,51 @@ impl CheckpointSource {
                 expected: vec![range.start, range.end],
             });
         }
-        Ok(decode(
-            self.shards.bytes(&stored.tensor),
-            stored.tensor.dtype,
-            &stored.selection,
-            range,
-        ))
+        let weight = &stored.weight;
+        weight
+            .storage
+            .decode(&self.shards, &weight.tensor, &stored.selection, range)
+            .map_err(|source| CheckpointError::Word {
+                path: self.shards.path(&weight.tensor).into(),
+                tensor: weight.name.clone(),
+                source,
+            })
+    }
+
+    /// The quantised weights, by parameter.
+    pub fn quantized(&self) -> HashMap<String, QuantizedWeight> {
+        let quantized = |stored: &Stored| {
+            let weight = &stored.weight;
+            let weight_divisor = match &weight.storage {
+                Storage::Float => return None,
+                Storage::Fp8(_) => None,
+                Storage::Nvfp4(nvfp4) => Some(nvfp4.matrix_scale.divisor()),
+            };
+            Some(QuantizedWeight {
+                stored: weight.storage.format_name(&weight.tensor),
+                format: weight.storage.artifact_format(),
+                weight_divisor,
+                policy: weight.policy,
+                activation_divisor: weight.activation_divisor,
+            })
+        };
+        let pairs = self.stored.iter();
+        pairs
+            .filter_map(|(name, stored)| Some((name.clone(), quantized(stored)?)))
+            .collect()
+    }
+
+    /// The words of quantised parameter `name` as an artifact stores them; `None` when no artifact format takes them.
+    pub(crate) fn row_words(&self, name: &str) -> Result<Option<RowWords>, CheckpointError> {
+        let Stored { weight, selection, .. } = self.find(name)?;
+        Ok(weight.storage.row_words(&self.shards, &weight.tensor, selection))
+    }
+
+    /// SHA-256 of every weight file, lowercase hex, in the order of [`TextSource::files`].
+    pub fn file_hashes(&self) -> Vec<String> {
+        let contents: Vec<&[u8]> = self.shards.contents().collect();
+        let hash = |content: &&[u8]| format!("{:x}", Sha256::digest(content));
+        contents.par_iter().map(hash).collect()
     }
 
     fn find(&self, name: &str) -> Result<&Stored, CheckpointError> {
@@ -177,35 +245,89 @@ impl TextSource for CheckpointSource {
     fn stored(&self, name: &str) -> Result<StoredParameter, SourceError> {
         let stored = self.find(name)?;
         let elements = stored.parameter.elements().unwrap_or(0);
+        let weight = &stored.weight;
+        // The weight's share of the bytes of its tensor and scales, by elements.
+        let tensor_elements: u128 = weight.storage.elements(&weight.tensor).max(1);
+        let bytes = weight.storage.bytes(&weight.tensor) as u128 * elements as u128 / tensor_elements;
         let part = StoredPart {
-            object: stored.name.clone(),
-            object_shape: stored.tensor.shape.clone(),
-            format: format_name(stored.tensor.dtype),
+            object: weight.name.clone(),
+            object_shape: weight.tensor.shape.clone(),
+            format: weight.storage.format_name(&weight.tensor),
             layout: "contiguous",
             range: match &stored.selection {
                 Selection::Range(range) => Some((range.start as u64, range.end as u64)),
                 _ => None,
             },
-            bytes: (elements * word_bytes(stored.tensor.dtype)) as u64,
+            bytes: bytes as u64,
         };
-        let policy = stored.parameter.input.is_some().then_some(ActivationPolicy::A16Only);
+        let is_projection = stored.parameter.input.is_some();
         Ok(StoredParameter {
             elements: elements as u64,
             parts: vec![part],
-            policy,
-            has_activation_divisor: false,
+            policy: is_projection.then_some(weight.policy),
+            activation_divisor: weight.activation_divisor.filter(|_| is_projection),
         })
     }
 }
 
-fn read_config(path: &Path) -> Result<TextConfig, CheckpointError> {
+/// What is quantised and where its scales come from, in words.
+fn quantization_notes(declaration: Option<&Declaration>, stored: &HashMap<String, Stored>) -> Vec<String> {
+    let Some(declaration) = declaration else {
+        return Vec::new();
+    };
+    let mut formats: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    let (mut fixed, mut missing) = (BTreeSet::new(), BTreeSet::new());
+    for Stored { weight, .. } in stored.values() {
+        if !matches!(weight.storage, Storage::Float) {
+            let format = weight.storage.format_name(&weight.tensor);
+            formats.entry(format).or_default().insert(&weight.name);
+        }
+        if weight.unused_input_scale {
+            fixed.insert(&weight.name);
+        }
+        if weight.missing_input_scale {
+            missing.insert(&weight.name);
+        }
+    }
+    let file = declaration
+        .path
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy();
+    let mut notes: Vec<String> = formats
+        .iter()
+        .map(|(format, weights)| {
+            let count = weights.len();
+            format!("{count} weights are stored as {format} with the scales beside them, as {file} declares")
+        })
+        .collect();
+    if formats.is_empty() {
+        notes.push(format!("{file} declares a quantisation that covers no weight of the text model"));
+    }
+    if !fixed.is_empty() {
+        notes.push(format!(
+            "fixed input scales of {} FP8 weights are not used: 8-bit activations are scaled token by token",
+            fixed.len()
+        ));
+    }
+    if !missing.is_empty() {
+        notes.push(format!(
+            "{} NVFP4 weights have no input scale: 4-bit activations are not permitted there",
+            missing.len()
+        ));
+    }
+    notes
+}
+
+/// The text configuration and the whole file.
+fn read_config(path: &Path) -> Result<(TextConfig, Value), CheckpointError> {
     let text = std::fs::read(path).map_err(|source| CheckpointError::Read {
         path: path.into(),
         source,
     })?;
     let config = serde_json::from_slice::<Value>(&text).map_err(|error| ConfigError::Json(error.to_string()));
     config
-        .and_then(|config| TextConfig::from_hugging_face(&config))
+        .and_then(|config| Ok((TextConfig::from_hugging_face(&config)?, config)))
         .map_err(|source| CheckpointError::Config {
             path: path.into(),
             source,
@@ -229,75 +351,10 @@ fn text_prefix(directory: &Path, shards: &Shards) -> Result<&'static str, Checkp
     }
 }
 
-fn full_name(prefix: &str, origin: &Origin) -> String {
-    if origin.tensor == LM_HEAD {
-        LM_HEAD.into()
-    } else {
-        format!("{prefix}{}", origin.tensor)
-    }
-}
-
-fn locate(
-    directory: &Path,
-    shards: &Shards,
-    config: &TextConfig,
-    prefix: &str,
-    parameter: Parameter,
-) -> Result<Stored, CheckpointError> {
-    if parameter
-        .elements()
-        .and_then(|elements| elements.checked_mul(size_of::<f32>()))
-        .is_none()
-    {
-        return Err(CheckpointError::TooLarge {
-            parameter: parameter.name,
-        });
-    }
-    let candidates = origins(config, &parameter);
-    for origin in &candidates {
-        let name = full_name(prefix, origin);
-        let Some(tensor) = shards.tensors.get(&name) else {
-            continue;
-        };
-        if tensor.shape != origin.shape {
-            return Err(CheckpointError::Shape {
-                path: shards.path(tensor).into(),
-                tensor: name,
-                found: tensor.shape.clone(),
-                expected: origin.shape.clone(),
-            });
-        }
-        if !matches!(tensor.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) {
-            return Err(CheckpointError::Dtype {
-                path: shards.path(tensor).into(),
-                tensor: name,
-                found: tensor.dtype,
-            });
-        }
-        return Ok(Stored {
-            parameter,
-            name,
-            tensor: tensor.clone(),
-            selection: origin.selection.clone(),
-        });
-    }
-    // Every role has at least one origin; the last is the plainest name.
-    let origin = candidates
-        .into_iter()
-        .next_back()
-        .unwrap_or_else(|| unreachable!("a role without a tensor"));
-    Err(CheckpointError::MissingTensor {
-        directory: directory.into(),
-        tensor: full_name(prefix, &origin),
-        parameter: parameter.name,
-        expected: origin.shape,
-    })
-}
-
 /// Notes about tensors that no parameter uses, or the error that one of them must not be ignored.
 fn unused(shards: &Shards, prefix: &str, used: &HashSet<String>) -> Result<Vec<String>, CheckpointError> {
     let mut skipped: [(usize, usize); SKIPPED.len()] = [(0, 0); SKIPPED.len()];
-    let mut other = Vec::new();
+    let (mut other, mut cache_scales) = (Vec::new(), 0);
     let mut notes = Vec::new();
     let mut names: Vec<&String> = shards.tensors.keys().filter(|name| !used.contains(*name)).collect();
     names.sort();
@@ -306,6 +363,8 @@ fn unused(shards: &Shards, prefix: &str, used: &HashSet<String>) -> Result<Vec<S
         if let Some(kind) = SKIPPED.iter().position(|(prefix, _)| name.starts_with(prefix)) {
             skipped[kind].0 += 1;
             skipped[kind].1 += tensor.bytes();
+        } else if CACHE_SCALES.iter().any(|ending| name.ends_with(ending)) {
+            cache_scales += 1;
         } else if name == LM_HEAD {
             notes.push(format!(
                 "{LM_HEAD} is not used: the configuration ties the output head to the embedding"
@@ -322,6 +381,11 @@ fn unused(shards: &Shards, prefix: &str, used: &HashSet<String>) -> Result<Vec<S
     for ((prefix, kind), (count, bytes)) in SKIPPED.iter().zip(skipped).filter(|(_, (count, _))| *count > 0) {
         notes.push(format!("skipped {count} {kind} tensors ({prefix}*, {bytes} bytes)"));
     }
+    if cache_scales > 0 {
+        notes.push(format!(
+            "{cache_scales} scales of a quantised KV cache are not used: the KV codec of a run has its own"
+        ));
+    }
     if !other.is_empty() {
         notes.push(format!(
             "ignored tensors that are not part of the text model: {}",
@@ -329,59 +393,4 @@ fn unused(shards: &Shards, prefix: &str, used: &HashSet<String>) -> Result<Vec<S
         ));
     }
     Ok(notes)
-}
-
-fn format_name(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::BF16 => "bf16",
-        Dtype::F16 => "fp16",
-        _ => "fp32",
-    }
-}
-
-fn word_bytes(dtype: Dtype) -> usize {
-    if dtype == Dtype::F32 { 4 } else { 2 }
-}
-
-/// Elements `range` of the selection as f32; every source value is exact in f32.
-fn decode(bytes: &[u8], dtype: Dtype, selection: &Selection, range: Range<usize>) -> Vec<f32> {
-    let mut values = vec![0.0; range.len()];
-    values
-        .par_chunks_mut(DECODE_CHUNK)
-        .enumerate()
-        .for_each(|(chunk, out)| {
-            let begin = range.start + chunk * DECODE_CHUNK;
-            match selection {
-                Selection::Range(selected) => decode_run(bytes, dtype, selected.start + begin, out),
-                Selection::EverySecond { block, half, .. } => {
-                    let (mut element, mut rest) = (begin, out);
-                    while !rest.is_empty() {
-                        let (number, inside) = (element / block, element % block);
-                        let (run, tail) = rest.split_at_mut(rest.len().min(block - inside));
-                        decode_run(bytes, dtype, (2 * number + half) * block + inside, run);
-                        element += run.len();
-                        rest = tail;
-                    }
-                }
-                Selection::TapMajor { channels, taps } => {
-                    for (at, value) in out.iter_mut().enumerate() {
-                        let (tap, channel) = ((begin + at) / channels, (begin + at) % channels);
-                        decode_run(bytes, dtype, channel * taps + tap, std::slice::from_mut(value));
-                    }
-                }
-            }
-        });
-    values
-}
-
-/// Consecutive elements from `first` on.
-fn decode_run(bytes: &[u8], dtype: Dtype, first: usize, out: &mut [f32]) {
-    let width = word_bytes(dtype);
-    let words = bytes[first * width..][..out.len() * width].chunks_exact(width);
-    let pairs = out.iter_mut().zip(words);
-    match dtype {
-        Dtype::BF16 => pairs.for_each(|(out, word)| *out = bf16::from_le_bytes([word[0], word[1]]).to_f32()),
-        Dtype::F16 => pairs.for_each(|(out, word)| *out = f16::from_le_bytes([word[0], word[1]]).to_f32()),
-        _ => pairs.for_each(|(out, word)| *out = f32::from_le_bytes([word[0], word[1], word[2], word[3]])),
-    }
 }

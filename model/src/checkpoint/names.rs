@@ -16,6 +16,20 @@ pub(super) enum Selection {
     TapMajor { channels: usize, taps: usize },
 }
 
+impl Selection {
+    /// The consecutive element ranges of the tensor that make up the parameter; `None` when its elements are scattered.
+    pub(super) fn runs(&self) -> Option<Vec<Range<usize>>> {
+        match self {
+            Self::Range(range) => Some(vec![range.clone()]),
+            Self::EverySecond { block, half, blocks } => {
+                let run = |number: usize| (2 * number + half) * block..(2 * number + half + 1) * block;
+                Some((0..*blocks).map(run).collect())
+            }
+            Self::TapMajor { .. } => None,
+        }
+    }
+}
+
 /// A tensor that may hold a parameter.
 #[derive(Debug, Clone)]
 pub(super) struct Origin {

@@ -111,6 +111,11 @@ impl Shards {
         &self.shards[tensor.shard].path
     }
 
+    /// The bytes of every file, in the order of [`Self::files`].
+    pub(super) fn contents(&self) -> impl Iterator<Item = &[u8]> {
+        self.shards.iter().map(|shard| &shard.map[..])
+    }
+
     pub(super) fn files(&self) -> Vec<SourceFile> {
         let file = |shard: &Shard| SourceFile {
             name: shard

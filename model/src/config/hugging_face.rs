@@ -13,7 +13,7 @@ use super::artifact::{ATTENTION, DENSE, DENSE_FFN, LINEAR_ATTENTION, MOE, MOE_FF
 const DEFAULT_FULL_ATTENTION_INTERVAL: u64 = 4;
 
 /// Fields with one supported value; absent or null means that value.
-const FIXED: [(&str, Fixed); 9] = [
+const FIXED: [(&str, Fixed); 8] = [
     ("hidden_act", Fixed::Text("silu")),
     ("attention_bias", Fixed::Flag(false)),
     ("attn_output_gate", Fixed::Flag(true)),
@@ -23,7 +23,6 @@ const FIXED: [(&str, Fixed); 9] = [
     ("norm_topk_prob", Fixed::Flag(true)),
     ("decoder_sparse_step", Fixed::Count(1)),
     ("mlp_only_layers", Fixed::EmptyList),
-    ("quantization_config", Fixed::Absent),
 ];
 
 #[derive(Clone, Copy)]
@@ -32,7 +31,6 @@ enum Fixed {
     Flag(bool),
     Count(u64),
     EmptyList,
-    Absent,
 }
 
 impl Fixed {
@@ -42,7 +40,6 @@ impl Fixed {
             Self::Flag(flag) => value.as_bool() == Some(flag),
             Self::Count(count) => value.as_u64() == Some(count),
             Self::EmptyList => value.as_array().is_some_and(Vec::is_empty),
-            Self::Absent => false,
         }
     }
 
@@ -52,7 +49,6 @@ impl Fixed {
             Self::Flag(flag) => format!("expected {flag}"),
             Self::Count(count) => format!("expected {count}"),
             Self::EmptyList => "expected an empty list".into(),
-            Self::Absent => "expected tensors of bf16, f16 or f32 and no such member".into(),
         }
     }
 }

@@ -56,7 +56,7 @@ impl Geometry {
 }
 
 /// Writes `scale * e4m3fn(code)`; refuses NaN codes, whose plane index starts at `first`.
-pub(super) fn scale_codes(codes: &[u8], first: usize, scale: f32, out: &mut [f32]) -> Result<(), FormatError> {
+pub(crate) fn scale_codes(codes: &[u8], first: usize, scale: f32, out: &mut [f32]) -> Result<(), FormatError> {
     require_numbers(codes, first)?;
     for (value, code) in out.iter_mut().zip(codes) {
         *value = scale * E4M3FN_VALUES[*code as usize];

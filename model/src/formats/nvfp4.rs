@@ -92,7 +92,7 @@ impl Geometry {
 }
 
 /// A divisor or multiplier of a matrix, which must be finite and positive.
-pub(super) fn checked_matrix_scale(value: f32, at: usize) -> Result<f32, FormatError> {
+pub(crate) fn checked_matrix_scale(value: f32, at: usize) -> Result<f32, FormatError> {
     if value.is_finite() && value > 0.0 {
         Ok(value)
     } else {
@@ -121,11 +121,11 @@ pub const fn scale_owner(columns: usize, position: usize) -> (usize, usize) {
 }
 
 /// Weight of every (scale word, code word), so that decoding neither multiplies nor divides; 16 KiB.
-pub(super) struct WeightTable(Box<[[f32; 16]; 256]>);
+pub(crate) struct WeightTable(Box<[[f32; 16]; 256]>);
 
 impl WeightTable {
     /// Fills the table with `weight(e2m1 * e4m3fn)`, a product that is exact in f32.
-    pub(super) fn new(weight: impl Fn(f32) -> f32) -> Self {
+    pub(crate) fn new(weight: impl Fn(f32) -> f32) -> Self {
         let mut table = Box::new([[0.0; 16]; 256]);
         for (row, scale) in table.iter_mut().zip(E4M3FN_VALUES) {
             *row = E2M1_VALUES.map(|code| weight(code * scale));
@@ -135,13 +135,13 @@ impl WeightTable {
 
     /// Weights of the 16 codes under a scale word.
     #[inline]
-    pub(super) fn under(&self, scale: u8) -> &[f32; 16] {
+    pub(crate) fn under(&self, scale: u8) -> &[f32; 16] {
         &self.0[scale as usize]
     }
 }
 
 /// Whether a scale word is NaN.
-pub(super) const fn is_nan(word: u8) -> bool {
+pub(crate) const fn is_nan(word: u8) -> bool {
     word & 0x7F == 0x7F
 }
 

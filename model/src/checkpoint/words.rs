@@ -1,0 +1,353 @@
+//! Stored words of a weight tensor, with the scales beside it.
+//!
+//! | storage | weight |
+//! |---|---|
+//! | floats | the word |
+//! | FP8 | `e4m3fn(c[n,k]) * s`, `s` per 128x128 tile, row or tensor |
+//! | NVFP4 with a divisor | `e2m1(c[n,k]) * e4m3fn(s[n,k/16]) / d` |
+//! | NVFP4 with a multiplier | `e2m1(c[n,k]) * e4m3fn(s[n,k/16]) * m` |
+//!
+//! Each is rounded once to f32. Two E2M1 codes share a byte, the even column in the low nibble. A scale called
+//! `weight_scale_inv` multiplies like any other. An absent scale is never taken to be 1.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+use rayon::prelude::*;
+use safetensors::Dtype;
+
+use super::CheckpointError;
+use super::names::Selection;
+use super::shards::{Shards, Tensor};
+use crate::formats::fp8_block::TILE;
+use crate::formats::nvfp4::{GROUP, WeightTable, is_nan};
+use crate::formats::{Format, FormatError, fp8_row};
+
+/// Elements that one task decodes.
+const DECODE_CHUNK: usize = 1 << 16;
+
+/// How a tensor's elements are stored.
+pub(super) enum Storage {
+    Float,
+    Fp8(Fp8),
+    Nvfp4(Nvfp4),
+}
+
+/// Matrices `[.., rows, columns]` of E4M3FN codes with one multiplier per tile; tiles at the edges are cut.
+pub(super) struct Fp8 {
+    pub(super) scales: Tensor,
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) grain: Grain,
+}
+
+/// What shares a multiplier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Grain {
+    Tensor,
+    Row,
+    Block,
+}
+
+/// A matrix of E2M1 codes with one E4M3FN scale per 16 columns and one scale for all.
+pub(super) struct Nvfp4 {
+    pub(super) scales: Tensor,
+    pub(super) matrix_scale: MatrixScale,
+}
+
+/// The scale of a whole NVFP4 matrix.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum MatrixScale {
+    Divisor(f32),
+    Multiplier(f32),
+}
+
+impl MatrixScale {
+    /// As an artifact's divisor: `d` itself or `f32(1 / m)`.
+    pub(super) fn divisor(self) -> f32 {
+        match self {
+            Self::Divisor(divisor) => divisor,
+            Self::Multiplier(multiplier) => 1.0 / multiplier,
+        }
+    }
+}
+
+/// Words of a weight as an artifact stores them, rows in the order of the parameter.
+pub(crate) enum RowWords {
+    /// `[N, K]` codes, one bf16 scale per row.
+    Fp8Row { codes: Vec<u8>, scales: Vec<u16> },
+    /// `[N, K/2]` code bytes, `[N, K/16]` scales, the divisor of the matrix.
+    Nvfp4 { codes: Vec<u8>, scales: Vec<u8>, divisor: f32 },
+}
+
+impl Fp8 {
+    fn tile_of(&self, element: usize) -> usize {
+        let (row, column) = (element / self.columns, element % self.columns);
+        match self.grain {
+            Grain::Tensor => 0,
+            Grain::Row => row,
+            Grain::Block => {
+                let (matrix, row) = (row / self.rows, row % self.rows);
+                (matrix * self.rows.div_ceil(TILE) + row / TILE) * self.columns.div_ceil(TILE) + column / TILE
+            }
+        }
+    }
+
+    /// Elements from `element` on that share its multiplier and its row.
+    fn run(&self, element: usize) -> usize {
+        let column = element % self.columns;
+        match self.grain {
+            Grain::Block => self.columns.min((column / TILE + 1) * TILE) - column,
+            _ => self.columns - column,
+        }
+    }
+
+    fn decode(&self, codes: &[u8], scales: &[u8], first: usize, out: &mut [f32]) -> Result<(), FormatError> {
+        let (mut element, mut rest) = (first, out);
+        while !rest.is_empty() {
+            let (now, tail) = rest.split_at_mut(rest.len().min(self.run(element)));
+            let scale = float(scales, self.scales.dtype, self.tile_of(element));
+            fp8_row::scale_codes(&codes[element..element + now.len()], element, scale, now)?;
+            element += now.len();
+            rest = tail;
+        }
+        Ok(())
+    }
+}
+
+impl Nvfp4 {
+    fn decode(
+        &self,
+        table: &WeightTable,
+        codes: &[u8],
+        scales: &[u8],
+        first: usize,
+        out: &mut [f32],
+    ) -> Result<(), FormatError> {
+        let (mut element, mut rest) = (first, out);
+        while !rest.is_empty() {
+            // Rows are whole groups, so groups number on across rows.
+            let group = element / GROUP;
+            let (now, tail) = rest.split_at_mut(rest.len().min((group + 1) * GROUP - element));
+            let word = scales[group];
+            if is_nan(word) {
+                return Err(FormatError::InvalidWord {
+                    what: "scale",
+                    index: group as u64,
+                    word: word.into(),
+                });
+            }
+            let weights = table.under(word);
+            for (at, value) in now.iter_mut().enumerate() {
+                let element = element + at;
+                *value = weights[usize::from((codes[element / 2] >> (4 * (element % 2))) & 15)];
+            }
+            element += now.len();
+            rest = tail;
+        }
+        Ok(())
+    }
+}
+
+impl Storage {
+    /// What an inspection calls it.
+    pub(super) fn format_name(&self, tensor: &Tensor) -> &'static str {
+        match self {
+            Self::Float => match tensor.dtype {
+                Dtype::BF16 => "bf16",
+                Dtype::F16 => "fp16",
+                _ => "fp32",
+            },
+            Self::Fp8(fp8) => match (fp8.grain, fp8.scales.dtype) {
+                (Grain::Tensor, _) => "fp8_e4m3fn_tensor",
+                (Grain::Row, Dtype::BF16) => Format::Fp8E4m3fnRowBf16.name(),
+                (Grain::Row, Dtype::F16) => "fp8_e4m3fn_row_fp16",
+                (Grain::Row, _) => "fp8_e4m3fn_row_f32",
+                (Grain::Block, Dtype::BF16) => "fp8_e4m3fn_block128_bf16",
+                (Grain::Block, Dtype::F16) => "fp8_e4m3fn_block128_fp16",
+                (Grain::Block, _) => Format::Fp8E4m3fnBlock128F32.name(),
+            },
+            Self::Nvfp4(Nvfp4 { matrix_scale, .. }) => match matrix_scale {
+                MatrixScale::Divisor(_) => Format::Nvfp4.name(),
+                MatrixScale::Multiplier(_) => Format::Nvfp4Mul.name(),
+            },
+        }
+    }
+
+    /// The artifact format that takes these words as they are, if any.
+    pub(super) fn artifact_format(&self) -> Option<Format> {
+        match self {
+            Self::Fp8(Fp8 {
+                grain: Grain::Tensor | Grain::Row,
+                ..
+            }) => Some(Format::Fp8E4m3fnRowBf16),
+            Self::Nvfp4(_) => Some(Format::Nvfp4),
+            _ => None,
+        }
+    }
+
+    /// Elements of the whole tensor.
+    pub(super) fn elements(&self, tensor: &Tensor) -> u128 {
+        let words: u128 = tensor.shape.iter().map(|extent| *extent as u128).product();
+        words * if matches!(self, Self::Nvfp4(_)) { 2 } else { 1 }
+    }
+
+    /// Bytes of the tensor and its scales.
+    pub(super) fn bytes(&self, tensor: &Tensor) -> usize {
+        tensor.bytes()
+            + match self {
+                Self::Float => 0,
+                Self::Fp8(fp8) => fp8.scales.bytes(),
+                Self::Nvfp4(nvfp4) => nvfp4.scales.bytes() + size_of::<f32>(),
+            }
+    }
+
+    /// Elements `range` of `selection` as f32.
+    ///
+    /// # Errors
+    /// A code or scale that is NaN.
+    pub(super) fn decode(
+        &self,
+        shards: &Shards,
+        tensor: &Tensor,
+        selection: &Selection,
+        range: Range<usize>,
+    ) -> Result<Vec<f32>, FormatError> {
+        let bytes = shards.bytes(tensor);
+        match self {
+            Self::Float => decode(selection, range, &|first, out| {
+                decode_floats(bytes, tensor.dtype, first, out);
+                Ok(())
+            }),
+            Self::Fp8(fp8) => {
+                let scales = shards.bytes(&fp8.scales);
+                decode(selection, range, &|first, out| fp8.decode(bytes, scales, first, out))
+            }
+            Self::Nvfp4(nvfp4) => {
+                let scales = shards.bytes(&nvfp4.scales);
+                let table = match nvfp4.matrix_scale {
+                    MatrixScale::Divisor(divisor) => WeightTable::new(|product| product / divisor),
+                    MatrixScale::Multiplier(multiplier) => WeightTable::new(|product| product * multiplier),
+                };
+                decode(selection, range, &|first, out| {
+                    nvfp4.decode(&table, bytes, scales, first, out)
+                })
+            }
+        }
+    }
+
+    /// The words of the selected rows, unchanged; only f32 row scales are rounded to bf16. `None` when no artifact
+    /// format takes them.
+    pub(super) fn row_words(&self, shards: &Shards, tensor: &Tensor, selection: &Selection) -> Option<RowWords> {
+        let runs = selection.runs()?;
+        let bytes = shards.bytes(tensor);
+        match self {
+            Self::Fp8(fp8) if fp8.grain != Grain::Block => {
+                let scales = shards.bytes(&fp8.scales);
+                let rows = runs
+                    .iter()
+                    .flat_map(|run| (run.start..run.end).step_by(fp8.columns))
+                    .map(|element| float(scales, fp8.scales.dtype, fp8.tile_of(element)));
+                Some(RowWords::Fp8Row {
+                    scales: rows.map(|scale| bf16::from_f32(scale).to_bits()).collect(),
+                    codes: gather(bytes, &runs, 1),
+                })
+            }
+            Self::Nvfp4(nvfp4) => Some(RowWords::Nvfp4 {
+                codes: gather(bytes, &runs, 2),
+                scales: gather(shards.bytes(&nvfp4.scales), &runs, GROUP),
+                divisor: nvfp4.matrix_scale.divisor(),
+            }),
+            _ => None,
+        }
+    }
+}
+
+/// The bytes of the element ranges `runs`, with `elements` elements in a byte.
+fn gather(bytes: &[u8], runs: &[Range<usize>], elements: usize) -> Vec<u8> {
+    runs.iter()
+        .flat_map(|run| &bytes[run.start / elements..run.end / elements])
+        .copied()
+        .collect()
+}
+
+/// Element `at` of a tensor of floats.
+pub(super) fn float(bytes: &[u8], dtype: Dtype, at: usize) -> f32 {
+    let mut value = [0.0];
+    decode_floats(bytes, dtype, at, &mut value);
+    value[0]
+}
+
+/// Whether [`float`] reads this type.
+pub(super) fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32)
+}
+
+fn word_bytes(dtype: Dtype) -> usize {
+    if dtype == Dtype::F32 { 4 } else { 2 }
+}
+
+/// Calls `run(first element of the tensor, out)` for every consecutive run of elements `range` of the selection.
+fn decode(
+    selection: &Selection,
+    range: Range<usize>,
+    run: &(impl Fn(usize, &mut [f32]) -> Result<(), FormatError> + Sync),
+) -> Result<Vec<f32>, FormatError> {
+    let mut values = vec![0.0; range.len()];
+    values
+        .par_chunks_mut(DECODE_CHUNK)
+        .enumerate()
+        .try_for_each(|(chunk, out)| {
+            let begin = range.start + chunk * DECODE_CHUNK;
+            match selection {
+                Selection::Range(selected) => run(selected.start + begin, out),
+                Selection::EverySecond { block, half, .. } => {
+                    let (mut element, mut rest) = (begin, out);
+                    while !rest.is_empty() {
+                        let (number, inside) = (element / block, element % block);
+                        let (now, tail) = rest.split_at_mut(rest.len().min(block - inside));
+                        run((2 * number + half) * block + inside, now)?;
+                        element += now.len();
+                        rest = tail;
+                    }
+                    Ok(())
+                }
+                Selection::TapMajor { channels, taps } => out.iter_mut().enumerate().try_for_each(|(at, value)| {
+                    let (tap, channel) = ((begin + at) / channels, (begin + at) % channels);
+                    run(channel * taps + tap, std::slice::from_mut(value))
+                }),
+            }
+        })?;
+    Ok(values)
+}
+
+/// Consecutive elements from `first` on; every float type is exact in f32.
+fn decode_floats(bytes: &[u8], dtype: Dtype, first: usize, out: &mut [f32]) {
+    let width = word_bytes(dtype);
+    let words = bytes[first * width..][..out.len() * width].chunks_exact(width);
+    let pairs = out.iter_mut().zip(words);
+    match dtype {
+        Dtype::BF16 => pairs.for_each(|(out, word)| *out = bf16::from_le_bytes([word[0], word[1]]).to_f32()),
+        Dtype::F16 => pairs.for_each(|(out, word)| *out = f16::from_le_bytes([word[0], word[1]]).to_f32()),
+        _ => pairs.for_each(|(out, word)| *out = f32::from_le_bytes([word[0], word[1], word[2], word[3]])),
+    }
+}
+
+/// Refuses a multiplier that is negative or not finite; `what` tells where it is.
+pub(super) fn require_multipliers(shards: &Shards, name: &str, scales: &Tensor) -> Result<(), CheckpointError> {
+    let bytes = shards.bytes(scales);
+    let count = bytes.len() / word_bytes(scales.dtype);
+    for at in 0..count {
+        let value = float(bytes, scales.dtype, at);
+        if !value.is_finite() || value.is_sign_negative() {
+            return Err(CheckpointError::Scale {
+                path: shards.path(scales).into(),
+                tensor: name.into(),
+                element: at,
+                value,
+                expected: "a finite number that is not negative",
+            });
+        }
+    }
+    Ok(())
+}
