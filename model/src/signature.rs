@@ -5,7 +5,8 @@
 //! parent and which activations it permits. Ids, offsets and names of the model are not in it, so artifacts with equal
 //! signatures differ at most in their weights.
 //!
-//! A checkpoint has no parents; each tensor counts as one, and `fp16`, which artifacts do not have, as format 11.
+//! A checkpoint has no parents; each tensor counts as one. Formats that artifacts do not have count on from 11: `fp16`,
+//! then FP8 with other scales.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -172,6 +173,11 @@ fn part_record(part: &StoredPart, parent: usize, elements: u64) -> String {
         "fp8_e4m3fn_row_bf16" => (8, 3, columns, columns),
         "nvfp4_mul" => (9, 4, 0, 16),
         "fp8_e4m3fn_block128_f32" => (10, 5, 0, 0),
+        "fp8_e4m3fn_row_f32" => (12, 3, columns, columns),
+        "fp8_e4m3fn_row_fp16" => (13, 3, columns, columns),
+        "fp8_e4m3fn_tensor" => (14, 3, columns, 0),
+        "fp8_e4m3fn_block128_bf16" => (15, 5, 0, 0),
+        "fp8_e4m3fn_block128_fp16" => (16, 5, 0, 0),
         _ => (11, 1, columns, 0),
     };
     format!(

@@ -470,7 +470,6 @@ fn features_outside_the_family_are_refused_by_name() {
         ("decoder_sparse_step", json!(2)),
         ("mlp_only_layers", json!([0])),
         ("num_experts", json!(8)),
-        ("quantization_config", json!({"quant_method": "fp8"})),
     ] {
         let error = lenient_error(checkpoint(), |config| config[field] = value.clone());
         assert!(
@@ -478,13 +477,6 @@ fn features_outside_the_family_are_refused_by_name() {
             "{field}: {error}"
         );
     }
-    // A quantisation block stands outside the text configuration.
-    assert_names(
-        &lenient_error(nested(), |config| {
-            config["quantization_config"] = json!({"quant_method": "modelopt"})
-        }),
-        &["quantization_config", "modelopt"],
-    );
     for architecture in ["Qwen4ExpForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"] {
         let error = lenient_error(checkpoint(), |config| config["architectures"] = json!([architecture]));
         assert_names(&error, &["architectures", architecture]);

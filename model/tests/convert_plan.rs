@@ -182,8 +182,17 @@ fn four_bit_activations_need_a_divisor_at_their_input() {
         without.notes
     );
     assert_eq!(without.policies["text/layers/0/mlp/gate"], ActivationPolicy::A16Only);
-    assert_eq!(without.policies["text/layers/60/mlp/gate"], ActivationPolicy::AllowA8);
-    assert_eq!(without.policies["text/output_head"], ActivationPolicy::AllowA8);
+    // FP8 that is encoded here, not imported.
+    assert_eq!(without.policies["text/layers/60/mlp/gate"], ActivationPolicy::A16Only);
+    assert_eq!(without.policies["text/output_head"], ActivationPolicy::A16Only);
+    let heads = [
+        ("nvidia", ActivationPolicy::AllowA8),
+        ("orcarouter", ActivationPolicy::A16Only),
+    ];
+    for (maker, policy) in heads {
+        let plan = plan(&config, &format!("qwen3_8_27b_nvfp4_{maker}"));
+        assert_eq!(plan.policies["text/output_head"], policy, "{maker}");
+    }
     assert_eq!(
         without.policies["text/layers/0/gdn/a_projection"],
         ActivationPolicy::A16Only

@@ -182,13 +182,16 @@ impl Reader {
         let Some(value) = value.filter(|value| !value.is_null()) else {
             return Ok(Vec::new());
         };
-        let names = value.as_array().and_then(|names| names.iter().map(Value::as_str).collect());
+        let names = value
+            .as_array()
+            .and_then(|names| names.iter().map(Value::as_str).collect());
         names.ok_or_else(|| self.refused(member, value, "a list of module names"))
     }
 
     fn regex(&self, member: &str, text: &str, pattern: &str) -> Result<Pattern, CheckpointError> {
         let regex = Regex::new(pattern);
-        let regex = regex.map_err(|error| self.refused(member, &text.into(), format!("a pattern of names ({error})")))?;
+        let regex =
+            regex.map_err(|error| self.refused(member, &text.into(), format!("a pattern of names ({error})")))?;
         Ok(Pattern::Names(regex))
     }
 
@@ -209,7 +212,10 @@ impl Reader {
     fn fp8(self, members: &Map<String, Value>) -> Result<Declaration, CheckpointError> {
         let null = Value::Null;
         let get = |member: &str| members.get(member).unwrap_or(&null);
-        for (member, expected) in [("fmt", ["e4m3", "float8_e4m3fn"]), ("activation_scheme", ["dynamic", "static"])] {
+        for (member, expected) in [
+            ("fmt", ["e4m3", "float8_e4m3fn"]),
+            ("activation_scheme", ["dynamic", "static"]),
+        ] {
             let found = get(member);
             if !found.is_null() && !found.as_str().is_some_and(|found| expected.contains(&found)) {
                 return Err(self.refused(member, found, expected.join(" or ")));
@@ -259,7 +265,11 @@ impl Reader {
         let get = |member: &str| members.get(member).unwrap_or(&null);
         let transforms = get("transform_config");
         if !(transforms.is_null() || transforms.as_object().is_some_and(Map::is_empty)) {
-            return Err(self.refused("transform_config", transforms, "no transforms of weights or activations"));
+            return Err(self.refused(
+                "transform_config",
+                transforms,
+                "no transforms of weights or activations",
+            ));
         }
         let sparsity = &get("sparsity_config")["format"];
         if !(sparsity.is_null() || sparsity == "dense") {
@@ -310,9 +320,10 @@ impl Reader {
         );
         let words = match (bits, kind, strategy) {
             (Some(8), Some("float"), Some("channel" | "tensor")) => Words::Fp8,
-            (Some(8), Some("float"), Some("block")) => {
-                self.fp8_words(&format!("{member}.weights.block_structure"), &weights["block_structure"])?
-            }
+            (Some(8), Some("float"), Some("block")) => self.fp8_words(
+                &format!("{member}.weights.block_structure"),
+                &weights["block_structure"],
+            )?,
             (Some(4), Some("float"), Some("tensor_group")) if weights["group_size"].as_u64() == Some(GROUP) => {
                 Words::Nvfp4Packed
             }
@@ -326,7 +337,13 @@ impl Reader {
             _ if inputs.is_null() => A16Only,
             (Some(8), Some("float")) => AllowA8,
             (Some(4), Some("float")) => AllowA4,
-            _ => return refused(format!("{member}.input_activations"), inputs, "8-bit or 4-bit floats, or null"),
+            _ => {
+                return refused(
+                    format!("{member}.input_activations"),
+                    inputs,
+                    "8-bit or 4-bit floats, or null",
+                );
+            }
         };
         Ok(Scheme { words, activations })
     }

@@ -146,9 +146,11 @@ impl Locator<'_> {
                     found: tensor.dtype,
                     declaration: match self.declaration {
                         Some(declaration) => format!("{} declares it unquantised", declaration.path.display()),
-                        None => "neither config.json nor hf_quant_config.json declares it quantised: expected BF16, F16 \
+                        None => {
+                            "neither config.json nor hf_quant_config.json declares it quantised: expected BF16, F16 \
                                  or F32"
-                            .into(),
+                                .into()
+                        }
                     },
                 });
             }

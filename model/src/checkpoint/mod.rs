@@ -247,11 +247,12 @@ impl TextSource for CheckpointSource {
         let elements = stored.parameter.elements().unwrap_or(0);
         let weight = &stored.weight;
         // The weight's share of the bytes of its tensor and scales, by elements.
-        let tensor_elements: u128 = weight.storage.elements(&weight.tensor).max(1);
-        let bytes = weight.storage.bytes(&weight.tensor) as u128 * elements as u128 / tensor_elements;
+        let object_shape = weight.storage.shape(&weight.tensor);
+        let tensor_elements: u128 = object_shape.iter().map(|extent| *extent as u128).product();
+        let bytes = weight.storage.bytes(&weight.tensor) as u128 * elements as u128 / tensor_elements.max(1);
         let part = StoredPart {
             object: weight.name.clone(),
-            object_shape: weight.tensor.shape.clone(),
+            object_shape,
             format: weight.storage.format_name(&weight.tensor),
             layout: "contiguous",
             range: match &stored.selection {
@@ -289,11 +290,7 @@ fn quantization_notes(declaration: Option<&Declaration>, stored: &HashMap<String
             missing.insert(&weight.name);
         }
     }
-    let file = declaration
-        .path
-        .file_name()
-        .unwrap_or_default()
-        .to_string_lossy();
+    let file = declaration.path.file_name().unwrap_or_default().to_string_lossy();
     let mut notes: Vec<String> = formats
         .iter()
         .map(|(format, weights)| {
@@ -302,7 +299,9 @@ fn quantization_notes(declaration: Option<&Declaration>, stored: &HashMap<String
         })
         .collect();
     if formats.is_empty() {
-        notes.push(format!("{file} declares a quantisation that covers no weight of the text model"));
+        notes.push(format!(
+            "{file} declares a quantisation that covers no weight of the text model"
+        ));
     }
     if !fixed.is_empty() {
         notes.push(format!(

@@ -32,6 +32,17 @@ impl Tensor {
     pub(super) fn bytes(&self) -> usize {
         self.end - self.begin
     }
+
+    #[cfg(test)]
+    pub(super) fn unplaced(dtype: Dtype, shape: Vec<usize>) -> Self {
+        Self {
+            shard: 0,
+            dtype,
+            shape,
+            begin: 0,
+            end: 0,
+        }
+    }
 }
 
 struct Shard {

@@ -77,7 +77,11 @@ pub(crate) enum RowWords {
     /// `[N, K]` codes, one bf16 scale per row.
     Fp8Row { codes: Vec<u8>, scales: Vec<u16> },
     /// `[N, K/2]` code bytes, `[N, K/16]` scales, the divisor of the matrix.
-    Nvfp4 { codes: Vec<u8>, scales: Vec<u8>, divisor: f32 },
+    Nvfp4 {
+        codes: Vec<u8>,
+        scales: Vec<u8>,
+        divisor: f32,
+    },
 }
 
 impl Fp8 {
@@ -186,10 +190,13 @@ impl Storage {
         }
     }
 
-    /// Elements of the whole tensor.
-    pub(super) fn elements(&self, tensor: &Tensor) -> u128 {
-        let words: u128 = tensor.shape.iter().map(|extent| *extent as u128).product();
-        words * if matches!(self, Self::Nvfp4(_)) { 2 } else { 1 }
+    /// Extents of the whole tensor in elements; two of NVFP4 share a byte.
+    pub(super) fn shape(&self, tensor: &Tensor) -> Vec<usize> {
+        let mut shape = tensor.shape.clone();
+        if let (Self::Nvfp4(_), Some(columns)) = (self, shape.last_mut()) {
+            *columns *= 2;
+        }
+        shape
     }
 
     /// Bytes of the tensor and its scales.
@@ -350,4 +357,79 @@ pub(super) fn require_multipliers(shards: &Shards, name: &str, scales: &Tensor) 
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::{self, fp8_block};
+
+    #[test]
+    fn tiles_of_blocks_are_cut_at_the_edges_and_counted_matrix_by_matrix() {
+        // Two matrices of 130 x 200 have 2 x 2 tiles each, as an artifact's blocks do.
+        let (shape, rows, columns) = ([2, 130, 200], 130, 200);
+        let codes: Vec<u8> = (0..2 * rows * columns).map(|at| (at * 37 % 0x7F) as u8).collect();
+        let scales: Vec<f32> = (0..8).map(|tile| 0.125 + 0.3 * tile as f32).collect();
+        let format = Format::Fp8E4m3fnBlock128F32;
+        let bytes = fp8_block::pack(&shape, &codes, &scales).expect("packs");
+        let mut expected = vec![0.0; codes.len()];
+        let range = 0..codes.len() as u64;
+        formats::decode(format, format.layout(), &shape, 1, &bytes, range, &mut expected).expect("decodes");
+
+        let blocks = Fp8 {
+            scales: Tensor::unplaced(Dtype::F32, vec![2, 2, 2]),
+            rows,
+            columns,
+            grain: Grain::Block,
+        };
+        let scale_bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        for first in [0, 1, 127, 199, 200, 25_599, 25_999, 26_000, 51_999] {
+            for length in [1, 2, 73, 128, 129, 1000] {
+                let length = length.min(codes.len() - first);
+                let mut values = vec![0.0; length];
+                blocks
+                    .decode(&codes, &scale_bytes, first, &mut values)
+                    .expect("decodes");
+                assert_eq!(values, expected[first..first + length], "{length} from {first}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_scale_belongs_to_its_row_and_a_tensor_scale_to_all() {
+        let codes = [0x38, 0xB8, 0x40, 0x30, 0x38, 0x38]; // 1, -1, 2, 0.5, 1, 1
+        let mut fp8 = Fp8 {
+            scales: Tensor::unplaced(Dtype::BF16, vec![2, 1]),
+            rows: 2,
+            columns: 3,
+            grain: Grain::Row,
+        };
+        let scales = [0x80, 0x3F, 0x00, 0x3E]; // 1, 0.125
+        let mut values = [0.0; 6];
+        fp8.decode(&codes, &scales, 0, &mut values).expect("decodes");
+        assert_eq!(values, [1.0, -1.0, 2.0, 0.0625, 0.125, 0.125]);
+        fp8.grain = Grain::Tensor;
+        fp8.decode(&codes, &scales, 0, &mut values).expect("decodes");
+        assert_eq!(values, [1.0, -1.0, 2.0, 0.5, 1.0, 1.0]);
+    }
+
+    #[test]
+    fn divisors_divide_and_multipliers_multiply() {
+        // Codes 7 D 2 0 under scale 0x7E: 6, -3, 1, 0 times 448.
+        let (codes, scales) = ([0xD7, 0x02, 0, 0, 0, 0, 0, 0], [0x7E]);
+        let nvfp4 = Nvfp4 {
+            scales: Tensor::unplaced(Dtype::F8_E4M3, vec![1, 1]),
+            matrix_scale: MatrixScale::Divisor(896.0),
+        };
+        for (table, expected) in [
+            (WeightTable::new(|product| product / 896.0), [3.0, -1.5, 0.5, 0.0]),
+            (WeightTable::new(|product| product * 0.25), [672.0, -336.0, 112.0, 0.0]),
+        ] {
+            let mut values = [0.0; 4];
+            nvfp4.decode(&table, &codes, &scales, 0, &mut values).expect("decodes");
+            assert_eq!(values, expected);
+        }
+        assert_eq!(nvfp4.matrix_scale.divisor(), 896.0);
+        assert_eq!(MatrixScale::Multiplier(0.25).divisor(), 4.0);
+    }
 }

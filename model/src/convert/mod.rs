@@ -1,7 +1,9 @@
 //! Conversion of a checkpoint into an artifact: plan, encode parent by parent, write under a temporary name, rename.
 //!
-//! At any time one encoded parent and one slab of source values (64 MiB) are held, whatever the model's size; encoding is
-//! parallel over the rows of a slab.
+//! At any time one encoded parent and one slab of source values (64 MiB), or the source's words of an imported parent, are
+//! held, whatever the model's size; encoding is parallel over the rows of a slab. Words that the source already holds in
+//! the recipe's format are copied, so that importing changes no weight, except by two roundings that the formats impose:
+//! an f32 row scale to bf16, and a matrix multiplier `m` to the divisor `1 / m`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,8 +11,8 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use crate::artifact::{ArtifactError, Binding, Component, Part, Use, Writer, WriterOptions};
-use crate::checkpoint::{CheckpointError, CheckpointSource};
-use crate::formats::{Encoder, Format, FormatError};
+use crate::checkpoint::{CheckpointError, CheckpointSource, RowWords};
+use crate::formats::{self, Encoder, Format, FormatError};
 use crate::parameters::parameters;
 use crate::source::{ActivationPolicy, SourceError, TextSource};
 use crate::tokenizer::{
@@ -89,8 +91,8 @@ pub struct ConvertOptions {
     pub recipe: Recipe,
     /// Public model name; the checkpoint's directory name when absent.
     pub name: Option<String>,
-    /// Activation divisors by input, such as `text/layers/0/ffn_input`. Four-bit activations are permitted only where
-    /// there is one.
+    /// Activation divisors by input, such as `text/layers/0/ffn_input`; they replace those of the source. Four-bit
+    /// activations are permitted only where there is one or the other.
     pub activation_divisors: BTreeMap<String, f32>,
     /// Volume limit and artifact id.
     pub writer: WriterOptions,
@@ -170,7 +172,12 @@ pub fn convert(
     }
     let source = CheckpointSource::open(source)?;
     TextTokenizer::from_source(&source, AddedTokens::Match)?;
-    let plan = Plan::new(source.config(), &options.recipe, &options.activation_divisors)?;
+    let plan = Plan::importing(
+        source.config(),
+        &options.recipe,
+        &options.activation_divisors,
+        &source.quantized(),
+    )?;
     let mut notes = source.notes();
     notes.extend(plan.notes.iter().cloned());
     notes.extend(rounding_note(&source, &plan)?);
@@ -178,7 +185,7 @@ pub fn convert(
     let name = options.name.clone().unwrap_or_else(|| source.name().into());
 
     let mut writer = Writer::new(options.writer);
-    let layout = declare(&mut writer, &source, &plan, &resources, options)?;
+    let layout = declare(&mut writer, &source, &plan, &resources)?;
     writer.metadata_mut().insert("name".into(), name.as_str().into());
     *writer.provenance_mut() = provenance(&source, &options.recipe, &notes);
 
@@ -194,7 +201,12 @@ pub fn convert(
         all_bytes,
     };
     for (object, parent) in layout.parents.iter().zip(&plan.parents) {
-        stream.append(*object, &encode_parent(&source, parent)?)?;
+        let encoded = if parent.imported {
+            import_parent(&source, parent)?
+        } else {
+            encode_parent(&source, parent)?
+        };
+        stream.append(*object, &encoded)?;
         done.objects += 1;
         done.bytes += parent.bytes;
         progress(done);
@@ -226,7 +238,6 @@ fn declare(
     source: &CheckpointSource,
     plan: &Plan,
     resources: &[(&'static str, Vec<u8>)],
-    options: &ConvertOptions,
 ) -> Result<Declared, ConvertError> {
     let mut declared = Declared {
         resources: Vec::new(),
@@ -277,7 +288,8 @@ fn declare(
         .into_iter()
         .for_each(|(name, binding)| writer.bind(&name, binding));
 
-    let mut divisor_objects: BTreeMap<String, usize> = BTreeMap::new();
+    // One object per input and value: weights that share an input may come with different divisors.
+    let mut divisor_objects: BTreeMap<(String, u32), usize> = BTreeMap::new();
     for parameter in parameters(source.config()) {
         let Some(input) = parameter.input else { continue };
         let policy = plan
@@ -286,14 +298,15 @@ fn declare(
             .copied()
             .unwrap_or(ActivationPolicy::A16Only);
         let mut auxiliaries = BTreeMap::new();
-        if let (ActivationPolicy::AllowA4, Some(divisor)) = (policy, options.activation_divisors.get(&input)) {
-            let object = match divisor_objects.get(&input) {
+        if let Some(divisor) = plan.activation_divisors.get(&parameter.name) {
+            let key = (input.clone(), divisor.to_bits());
+            let object = match divisor_objects.get(&key) {
                 Some(object) => *object,
                 None => {
                     let id = format!("auxiliary/{:06}", divisor_objects.len());
                     let object = writer.declare_tensor(&id, Format::Fp32, &[], 1)?;
                     declared.divisors.push((object, *divisor));
-                    divisor_objects.insert(input.clone(), object);
+                    divisor_objects.insert(key, object);
                     object
                 }
             };
@@ -364,19 +377,25 @@ fn rounding_note(source: &CheckpointSource, plan: &Plan) -> Result<Option<String
                 .stored(&member.name)?
                 .parts
                 .iter()
-                .any(|part| part.format != "bf16"),
+                .any(|part| matches!(part.format, "fp16" | "fp32")),
         );
     }
     Ok((rounded > 0).then(|| format!("{rounded} weights of wider types were rounded to bf16")))
 }
 
 fn provenance(source: &CheckpointSource, recipe: &Recipe, notes: &[String]) -> Map<String, Value> {
+    let files: Vec<Value> = source
+        .files()
+        .into_iter()
+        .zip(source.file_hashes())
+        .map(|(file, hash)| json!({"name": file.name, "bytes": file.bytes, "sha256": hash}))
+        .collect();
     let provenance = json!({
         "tool": "burn-perplexity",
         "tool_version": env!("CARGO_PKG_VERSION"),
         "recipe": recipe.name(),
         "rules": recipe.describe(),
-        "source": {"name": source.name(), "files": source.files()},
+        "source": {"name": source.name(), "files": files},
         "notes": notes,
     });
     match provenance {
@@ -436,4 +455,43 @@ fn encode_parent(source: &CheckpointSource, parent: &Parent) -> Result<Vec<u8>, 
     encoder
         .finish()
         .map_err(|source| failed(&parent.members[0].name, source))
+}
+
+/// The bytes of a parent whose members the source holds in its format, words unchanged.
+fn import_parent(source: &CheckpointSource, parent: &Parent) -> Result<Vec<u8>, ConvertError> {
+    let format = parent.encoding.format;
+    let (mut all_codes, mut block_scales, mut row_scales) = (Vec::new(), Vec::new(), Vec::new());
+    let mut divisor = 1.0;
+    for member in &parent.members {
+        match source.row_words(&member.name)? {
+            Some(RowWords::Nvfp4 {
+                codes,
+                scales,
+                divisor: own,
+            }) if format == Format::Nvfp4 => {
+                all_codes.extend(codes);
+                block_scales.extend(scales);
+                // The plan puts only members of the same divisor together.
+                divisor = own;
+            }
+            Some(RowWords::Fp8Row { codes, scales }) if format == Format::Fp8E4m3fnRowBf16 => {
+                all_codes.extend(codes);
+                row_scales.extend(scales);
+            }
+            _ => unreachable!("the plan imports only words of the parent's format"),
+        }
+    }
+    let packed = match format {
+        Format::Nvfp4 => formats::nvfp4::pack(&parent.shape, &all_codes, &block_scales, &[divisor]),
+        _ => formats::fp8_row::pack(&parent.shape, &all_codes, &row_scales),
+    };
+    let checked = packed.and_then(|bytes| {
+        formats::validate(format, format.layout(), &parent.shape, 1, &bytes)?;
+        Ok(bytes)
+    });
+    checked.map_err(|source| ConvertError::Encode {
+        parameter: parent.members[0].name.clone(),
+        format,
+        source,
+    })
 }

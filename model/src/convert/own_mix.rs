@@ -155,6 +155,7 @@ impl RuleFile {
             layers,
             encoding,
             policy,
+            policy_if_encoded: None,
         })
     }
 }

@@ -1,13 +1,15 @@
 //! Which objects an artifact will hold: parameters packed into parents, sizes and offsets, permissions.
 //!
 //! Parameters that one projection of the same activation reads are stored as one matrix, row blocks in a fixed order, if
-//! they have the same encoding; otherwise smaller groups are tried, then single objects. Packed groups come first, block
-//! by block, then everything else in declaration order. The arithmetic needs shapes only.
+//! they have the same encoding; otherwise smaller groups are tried, then single objects. Imported NVFP4 weights share a
+//! matrix only if they have the same divisor, and with 4-bit activations the same activation divisor too. Packed groups
+//! come first, block by block, then everything else in declaration order. The arithmetic needs shapes only.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::ConvertError;
-use super::recipe::{Encoding, Recipe};
+use super::recipe::{Decision, Encoding, Recipe};
+use crate::checkpoint::QuantizedWeight;
 use crate::config::TextConfig;
 use crate::formats::{Format, encoded_size};
 use crate::parameters::{Parameter, RequiredFormat, parameters};
@@ -39,6 +41,8 @@ pub struct Parent {
     pub shape: Vec<u64>,
     /// Format and method.
     pub encoding: Encoding,
+    /// Whether the words are the source's, and the method has no part in them.
+    pub imported: bool,
     /// Encoded size in bytes.
     pub bytes: u64,
     /// The parameters in it, in order of their elements.
@@ -46,7 +50,7 @@ pub struct Parent {
 }
 
 /// The objects of an artifact, in the order they are written.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     /// Tensor objects.
     pub parents: Vec<Parent>,
@@ -54,13 +58,15 @@ pub struct Plan {
     pub shared: Vec<(Parameter, String)>,
     /// Activation permission of every parameter that multiplies an activation.
     pub policies: HashMap<String, ActivationPolicy>,
+    /// Activation divisor of every parameter that permits 4-bit activations.
+    pub activation_divisors: HashMap<String, f32>,
     /// What differs from the recipe, in words.
     pub notes: Vec<String>,
 }
 
 impl Plan {
-    /// Plans an artifact of `config` by `recipe`. Four-bit activations are permitted only at inputs that have an entry
-    /// in `activation_divisors`.
+    /// Plans an artifact of `config` by `recipe` from floating-point weights. Four-bit activations are permitted only at
+    /// inputs that have an entry in `activation_divisors`.
     ///
     /// # Errors
     /// When a size overflows.
@@ -69,15 +75,29 @@ impl Plan {
         recipe: &Recipe,
         activation_divisors: &BTreeMap<String, f32>,
     ) -> Result<Self, ConvertError> {
-        let mut planner = Planner::new(config, recipe);
+        Self::importing(config, recipe, activation_divisors, &HashMap::new())
+    }
+
+    /// As [`Self::new`], from a source whose parameters in `quantized` are quantised: those that are so in the format that
+    /// the recipe wants are imported, with their activation divisors where `activation_divisors` has none.
+    ///
+    /// # Errors
+    /// When a size overflows.
+    pub fn importing(
+        config: &TextConfig,
+        recipe: &Recipe,
+        activation_divisors: &BTreeMap<String, f32>,
+        quantized: &HashMap<String, QuantizedWeight>,
+    ) -> Result<Self, ConvertError> {
+        let mut planner = Planner::new(config, recipe, activation_divisors, quantized);
         planner.pack_groups(config.layer_types.len())?;
         planner.place_the_rest(config.tie_word_embeddings)?;
-        let mut notes = planner.notes();
-        let policies = planner.policies(activation_divisors, &mut notes);
+        let notes = planner.notes();
         Ok(Self {
             parents: planner.parents,
             shared: planner.shared,
-            policies,
+            policies: planner.policies,
+            activation_divisors: planner.activation_divisors,
             notes,
         })
     }
@@ -113,42 +133,97 @@ struct Planner {
     places: HashMap<(usize, &'static str), Vec<usize>>,
     parents: Vec<Parent>,
     shared: Vec<(Parameter, String)>,
-    permitted: Vec<(String, String, ActivationPolicy)>,
+    policies: HashMap<String, ActivationPolicy>,
+    activation_divisors: HashMap<String, f32>,
     fallback: Encoding,
     separate_control: bool,
     /// Parameters that did not fit their format, by format and what they got: how many, and the first.
     fallen: BTreeMap<(Format, Format), (usize, String)>,
+    /// Quantised parameters that are encoded anew, by the source's format and what they got.
+    requantized: BTreeMap<(&'static str, Format), (usize, String)>,
+    imported: usize,
+    /// Parameters that lack a divisor for the 4-bit activations they would permit.
+    withheld: usize,
     idle_rules: Vec<String>,
 }
 
 struct Planned {
     parameter: Parameter,
-    encoding: Encoding,
-    policy: ActivationPolicy,
+    decision: Decision,
+    /// How the source holds it, if quantised.
+    source: Option<QuantizedWeight>,
+    activation_divisor: Option<f32>,
+}
+
+impl Planned {
+    /// The source's words, if they are in the decided format.
+    fn import(&self) -> Option<&QuantizedWeight> {
+        let format = self.decision.encoding.format;
+        self.source.as_ref().filter(|source| source.format == Some(format))
+    }
+
+    /// The activation permission before a missing divisor withdraws it.
+    fn wanted_policy(&self) -> ActivationPolicy {
+        match self.import() {
+            Some(source) => self.decision.policy.min(source.policy),
+            None => self.decision.policy_if_encoded,
+        }
+    }
+
+    /// The activation permission, and its divisor where it needs one.
+    fn permission(&self) -> (ActivationPolicy, Option<f32>) {
+        match (self.wanted_policy(), self.activation_divisor) {
+            (ActivationPolicy::AllowA4, None) => (ActivationPolicy::A16Only, None),
+            (ActivationPolicy::AllowA4, divisor) => (ActivationPolicy::AllowA4, divisor),
+            (policy, _) => (policy, None),
+        }
+    }
+
+    /// What all members of a parent have in common.
+    fn kind(&self) -> (Encoding, bool, Option<u32>, Option<u32>, usize) {
+        let import = self.import();
+        let is_nvfp4 = self.decision.encoding.format == Format::Nvfp4;
+        (
+            self.decision.encoding,
+            import.is_some(),
+            import.and_then(|source| source.weight_divisor).map(f32::to_bits),
+            self.permission().1.filter(|_| is_nvfp4).map(f32::to_bits),
+            self.parameter.shape[1],
+        )
+    }
 }
 
 impl Planner {
-    fn new(config: &TextConfig, recipe: &Recipe) -> Self {
+    fn new(
+        config: &TextConfig,
+        recipe: &Recipe,
+        activation_divisors: &BTreeMap<String, f32>,
+        quantized: &HashMap<String, QuantizedWeight>,
+    ) -> Self {
         let mut waiting = Vec::new();
         let mut used = HashSet::new();
         let mut places: HashMap<_, Vec<usize>> = HashMap::new();
         for parameter in parameters(config) {
-            let (encoding, policy) = match parameter.format {
-                RequiredFormat::Any => {
-                    let (encoding, policy, rule) = recipe.decide(parameter.role, parameter.layer);
-                    used.extend(rule);
-                    (encoding, policy)
-                }
-                RequiredFormat::Bf16 => (Encoding::BF16, ActivationPolicy::A16Only),
-                RequiredFormat::Fp32 => (Encoding::FP32, ActivationPolicy::A16Only),
+            let decision = match parameter.format {
+                RequiredFormat::Any => recipe.decide(parameter.role, parameter.layer),
+                RequiredFormat::Bf16 => Decision::of(Encoding::BF16),
+                RequiredFormat::Fp32 => Decision::of(Encoding::FP32),
             };
+            used.extend(decision.rule);
             if let Some(layer) = parameter.layer {
                 places.entry((layer, parameter.role)).or_default().push(waiting.len());
             }
+            let source = quantized.get(&parameter.name).copied();
+            let given = parameter
+                .input
+                .as_ref()
+                .and_then(|input| activation_divisors.get(input))
+                .copied();
             waiting.push(Some(Planned {
+                activation_divisor: given.or(source.and_then(|source| source.activation_divisor)),
                 parameter,
-                encoding,
-                policy,
+                decision,
+                source,
             }));
         }
         Self {
@@ -156,10 +231,14 @@ impl Planner {
             places,
             parents: Vec::new(),
             shared: Vec::new(),
-            permitted: Vec::new(),
+            policies: HashMap::new(),
+            activation_divisors: HashMap::new(),
             fallback: recipe.fallback(),
             separate_control: recipe.separates_control(),
             fallen: BTreeMap::new(),
+            requantized: BTreeMap::new(),
+            imported: 0,
+            withheld: 0,
             idle_rules: recipe.without_effect(&used),
         }
     }
@@ -193,9 +272,7 @@ impl Planner {
             return Ok(());
         }
         let first = waiting[0];
-        let columns = first.parameter.shape[1];
-        let alike = |planned: &&Planned| planned.encoding == first.encoding && planned.parameter.shape[1] == columns;
-        if !waiting.iter().all(alike) {
+        if !waiting.iter().all(|planned| planned.kind() == first.kind()) {
             return Ok(());
         }
         let rows = waiting.iter().try_fold(0u64, |rows, planned| {
@@ -204,16 +281,15 @@ impl Planner {
         let rows = rows.ok_or(ConvertError::Overflow {
             what: "the rows of a packed matrix",
         })?;
-        let shape = vec![rows, columns as u64];
-        if self.size(first.encoding.format, &shape).is_err() {
+        let shape = vec![rows, first.parameter.shape[1] as u64];
+        if self.size(first.decision.encoding.format, &shape).is_err() {
             return Ok(());
         }
-        let encoding = first.encoding;
         let members = members
             .into_iter()
             .filter_map(|index| self.waiting[index].take())
             .collect();
-        self.place(members, shape, encoding)
+        self.place(members, shape)
     }
 
     fn place_the_rest(&mut self, tied: bool) -> Result<(), ConvertError> {
@@ -223,32 +299,28 @@ impl Planner {
                 continue;
             };
             let shape: Vec<u64> = planned.parameter.shape.iter().map(|extent| *extent as u64).collect();
-            if self.size(planned.encoding.format, &shape).is_err() {
-                let wanted = planned.encoding.format;
-                planned.policy = ActivationPolicy::A16Only;
-                planned.encoding = if self.size(self.fallback.format, &shape).is_ok() {
-                    self.fallback
-                } else {
-                    Encoding::BF16
-                };
+            let wanted = planned.decision.encoding.format;
+            if self.size(wanted, &shape).is_err() {
+                let fits = self.size(self.fallback.format, &shape).is_ok();
+                planned.decision = Decision::of(if fits { self.fallback } else { Encoding::BF16 });
                 let name = format!("{} {shape:?}", planned.parameter.name);
                 self.fallen
-                    .entry((wanted, planned.encoding.format))
+                    .entry((wanted, planned.decision.encoding.format))
                     .or_insert((0, name))
                     .0 += 1;
             }
+            let encoding = planned.decision.encoding;
             match (&embedding, planned.parameter.role) {
-                (Some((encoding, name)), "output_head") if tied && *encoding == planned.encoding => {
+                (Some((stored, name)), "output_head") if tied && *stored == encoding => {
                     let stored = name.clone();
                     self.permit(&planned);
                     self.shared.push((planned.parameter, stored));
                     continue;
                 }
-                (None, "token_embedding") => embedding = Some((planned.encoding, planned.parameter.name.clone())),
+                (None, "token_embedding") => embedding = Some((encoding, planned.parameter.name.clone())),
                 _ => {}
             }
-            let encoding = planned.encoding;
-            self.place(vec![planned], shape, encoding)?;
+            self.place(vec![planned], shape)?;
         }
         Ok(())
     }
@@ -258,49 +330,64 @@ impl Planner {
     }
 
     fn permit(&mut self, planned: &Planned) {
-        if let Some(input) = &planned.parameter.input {
-            self.permitted
-                .push((planned.parameter.name.clone(), input.clone(), planned.policy));
+        if planned.parameter.input.is_none() {
+            return;
+        }
+        let (policy, divisor) = planned.permission();
+        self.withheld += usize::from(policy != planned.wanted_policy());
+        let name = &planned.parameter.name;
+        self.policies.insert(name.clone(), policy);
+        if let Some(divisor) = divisor {
+            self.activation_divisors.insert(name.clone(), divisor);
         }
     }
 
-    fn place(&mut self, members: Vec<Planned>, shape: Vec<u64>, encoding: Encoding) -> Result<(), ConvertError> {
-        members.iter().for_each(|planned| self.permit(planned));
+    fn place(&mut self, members: Vec<Planned>, shape: Vec<u64>) -> Result<(), ConvertError> {
+        let encoding = members[0].decision.encoding;
+        let imported = members[0].import().is_some();
+        for planned in &members {
+            self.permit(planned);
+            self.imported += usize::from(imported);
+            if let (false, Some(source)) = (imported, &planned.source) {
+                self.requantized
+                    .entry((source.stored, encoding.format))
+                    .or_insert((0, planned.parameter.name.clone()))
+                    .0 += 1;
+            }
+        }
         self.parents.push(Parent {
             id: format!("weight/{:06}", self.parents.len()),
             bytes: self.size(encoding.format, &shape)?,
             shape,
             encoding,
+            imported,
             members: members.into_iter().map(|planned| planned.parameter).collect(),
         });
         Ok(())
     }
 
     fn notes(&self) -> Vec<String> {
-        let note = |((wanted, got), (count, first)): (&(Format, Format), &(usize, String))| {
-            format!("{count} matrices do not fit {wanted} and are stored as {got}, such as {first}")
-        };
-        self.fallen
-            .iter()
-            .map(note)
-            .chain(self.idle_rules.iter().cloned())
-            .collect()
-    }
-
-    fn policies(&self, divisors: &BTreeMap<String, f32>, notes: &mut Vec<String>) -> HashMap<String, ActivationPolicy> {
-        let mut withheld = 0usize;
-        let resolve = |(name, input, policy): &(String, String, ActivationPolicy)| {
-            let lacks = *policy == ActivationPolicy::AllowA4 && !divisors.contains_key(input);
-            withheld += usize::from(lacks);
-            (name.clone(), if lacks { ActivationPolicy::A16Only } else { *policy })
-        };
-        let policies = self.permitted.iter().map(resolve).collect();
-        if withheld > 0 {
+        let mut notes = Vec::new();
+        for ((wanted, got), (count, first)) in &self.fallen {
             notes.push(format!(
-                "{withheld} weights would permit 4-bit activations but their inputs have no activation divisor: \
-                 stored as A16Only"
+                "{count} matrices do not fit {wanted} and are stored as {got}, such as {first}"
             ));
         }
-        policies
+        if self.imported > 0 {
+            notes.push(format!("{} matrices keep the words of the source", self.imported));
+        }
+        for ((stored, got), (count, first)) in &self.requantized {
+            notes.push(format!(
+                "{count} quantised matrices were decoded and encoded anew, {stored} as {got}, such as {first}"
+            ));
+        }
+        notes.extend(self.idle_rules.iter().cloned());
+        if self.withheld > 0 {
+            notes.push(format!(
+                "{} weights would permit 4-bit activations but their inputs have no activation divisor: stored as A16Only",
+                self.withheld
+            ));
+        }
+        notes
     }
 }

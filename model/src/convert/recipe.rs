@@ -2,7 +2,8 @@
 //!
 //! A recipe is an ordered list of rules; the first whose role pattern and layers match decides. Only parameters that may
 //! be stored in any format are asked about: norms and the convolution stay bf16, `gdn/a_log` and `gdn/dt_bias` fp32.
-//! What no rule matches is bf16 with 16-bit activations. Own mixes come from TOML, see [`Recipe::from_toml`].
+//! What no rule matches is bf16 with 16-bit activations. A weight whose words the source already holds in the decided
+//! format is imported instead of encoded. Own mixes come from TOML, see [`Recipe::from_toml`].
 
 use std::collections::HashSet;
 
@@ -80,6 +81,10 @@ impl Layers {
         }
     }
 
+    fn below(end: usize) -> Self {
+        Self::Ranges(std::iter::once(0..end).collect())
+    }
+
     pub(super) fn parse(text: &str) -> Option<Self> {
         let number = |text: &str| text.trim().parse::<usize>().ok();
         let range = |part: &str| match part.split_once("..") {
@@ -96,6 +101,20 @@ pub(super) struct Rule {
     pub(super) layers: Layers,
     pub(super) encoding: Encoding,
     pub(super) policy: ActivationPolicy,
+    /// The permission of weights that are encoded here rather than imported, where it differs.
+    pub(super) policy_if_encoded: Option<ActivationPolicy>,
+}
+
+/// What a recipe says about one parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Decision {
+    pub(super) encoding: Encoding,
+    /// Activation permission when the source's words are imported.
+    pub(super) policy: ActivationPolicy,
+    /// Activation permission when the weight is encoded.
+    pub(super) policy_if_encoded: ActivationPolicy,
+    /// Number of the deciding rule.
+    pub(super) rule: Option<usize>,
 }
 
 /// An ordered list of rules under a name.
@@ -139,12 +158,27 @@ pub(super) const ROLES: [&str; 25] = [
     "moe/shared/down",
 ];
 
+/// The layers whose feed-forward is NVFP4 in the published 64-layer checkpoints; the last ones are FP8.
+const NVFP4_LAYERS: usize = 56;
+
 /// The control projections: few rows, and every error in them reaches the decay or the routing.
 const CONTROL: [&str; 4] = ["gdn/a_projection", "gdn/b_projection", "moe/router", "moe/shared_score"];
 
+impl Decision {
+    /// `encoding` with 16-bit activations, by no rule.
+    pub(super) fn of(encoding: Encoding) -> Self {
+        Self {
+            encoding,
+            policy: A16Only,
+            policy_if_encoded: A16Only,
+            rule: None,
+        }
+    }
+}
+
 impl Recipe {
     /// Names that [`Recipe::named`] knows: uniform recipes, then the official mixes.
-    pub const NAMES: [&'static str; 14] = [
+    pub const NAMES: [&'static str; 16] = [
         "bf16",
         "q8",
         "q6",
@@ -158,6 +192,8 @@ impl Recipe {
         "qwen3_8_27b_q6",
         "qwen3_6_27b_nvfp4",
         "qwen3_8_27b_nvfp4",
+        "qwen3_8_27b_nvfp4_nvidia",
+        "qwen3_8_27b_nvfp4_orcarouter",
         "qwen3_6_35b_a3b",
     ];
 
@@ -180,7 +216,9 @@ impl Recipe {
             "qwen3_8_27b" => Self::grouped_27b(Encoding::Q8, Encoding::Q4),
             "qwen3_8_27b_q6" => Self::grouped_27b(Encoding::Q8, Encoding::Q6),
             "qwen3_6_27b_nvfp4" => Self::nvfp4_3_6_27b(),
-            "qwen3_8_27b_nvfp4" => Self::nvfp4_3_8_27b(),
+            "qwen3_8_27b_nvfp4" => Self::nvfp4_3_8_27b(Layers::below(NVFP4_LAYERS), None),
+            "qwen3_8_27b_nvfp4_nvidia" => Self::nvfp4_3_8_27b(Layers::All, Some(AllowA8)),
+            "qwen3_8_27b_nvfp4_orcarouter" => Self::nvfp4_3_8_27b(Layers::below(NVFP4_LAYERS), Some(A16Only)),
             "qwen3_6_35b_a3b" => Self::grouped_35b(),
             _ => return None,
         };
@@ -203,7 +241,13 @@ impl Recipe {
                 Layers::Ranges(ranges) => format!(" in layers {ranges:?}"),
             };
             let Encoding { format, method } = rule.encoding;
-            format!("{}{layers}: {format} by {method}, {:?}", rule.role, rule.policy)
+            let encoded = rule
+                .policy_if_encoded
+                .map_or_else(String::new, |policy| format!(" if imported, else {policy:?}"));
+            format!(
+                "{}{layers}: {format} by {method}, {:?}{encoded}",
+                rule.role, rule.policy
+            )
         };
         self.rules
             .iter()
@@ -212,12 +256,20 @@ impl Recipe {
             .collect()
     }
 
-    /// Encoding and permission of a parameter that may be stored in any format, and the number of the deciding rule.
-    pub(super) fn decide(&self, role: &str, layer: Option<usize>) -> (Encoding, ActivationPolicy, Option<usize>) {
+    /// What the first matching rule says about a parameter that may be stored in any format.
+    pub(super) fn decide(&self, role: &str, layer: Option<usize>) -> Decision {
         let decides = |rule: &Rule| matches(&rule.role, role) && rule.layers.contain(layer);
         match self.rules.iter().position(decides) {
-            Some(number) => (self.rules[number].encoding, self.rules[number].policy, Some(number)),
-            None => (Encoding::BF16, A16Only, None),
+            Some(number) => {
+                let rule = &self.rules[number];
+                Decision {
+                    encoding: rule.encoding,
+                    policy: rule.policy,
+                    policy_if_encoded: rule.policy_if_encoded.unwrap_or(rule.policy),
+                    rule: Some(number),
+                }
+            }
+            None => Decision::of(Encoding::BF16),
         }
     }
 
@@ -313,10 +365,19 @@ impl Recipe {
         }
     }
 
-    fn nvfp4_3_8_27b() -> Self {
+    /// NVFP4 feed-forward matrices in `nvfp4` layers and FP8 rows elsewhere. FP8 that is encoded here keeps 16-bit
+    /// activations; an imported one permits 8 bits. `head` is a fixed permission of the output head.
+    fn nvfp4_3_8_27b(nvfp4: Layers, head: Option<ActivationPolicy>) -> Self {
         let mut rules = control();
-        rules.push(rule("mlp/*", Encoding::NVFP4, AllowA4).below_layer(56));
-        rules.push(rule("*", Encoding::FP8, AllowA8));
+        rules.push(Rule {
+            layers: nvfp4,
+            ..rule("mlp/*", Encoding::NVFP4, AllowA4)
+        });
+        rules.extend(head.map(|policy| rule("output_head", Encoding::FP8, policy)));
+        rules.push(Rule {
+            policy_if_encoded: Some(A16Only),
+            ..rule("*", Encoding::FP8, AllowA8)
+        });
         Self {
             fallback: Encoding::FP8,
             ..Self::of(rules)
@@ -347,6 +408,7 @@ fn rule(role: &str, encoding: Encoding, policy: ActivationPolicy) -> Rule {
         layers: Layers::All,
         encoding,
         policy,
+        policy_if_encoded: None,
     }
 }
 
@@ -357,7 +419,7 @@ impl Rule {
     }
 
     fn below_layer(mut self, end: usize) -> Self {
-        self.layers = Layers::Ranges(std::iter::once(0..end).collect());
+        self.layers = Layers::below(end);
         self
     }
 }
