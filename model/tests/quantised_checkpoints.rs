@@ -39,8 +39,12 @@ struct Copy {
 
 impl Copy {
     fn of(checkpoint: &str) -> Self {
+        Self::of_path(&path_of(checkpoint))
+    }
+
+    fn of_path(path: &Path) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
-        for entry in fs::read_dir(path_of(checkpoint)).expect("lists") {
+        for entry in fs::read_dir(path).expect("lists") {
             let entry = entry.expect("an entry");
             fs::copy(entry.path(), directory.path().join(entry.file_name())).expect("copies");
         }
@@ -425,7 +429,8 @@ fn scales_of_other_shapes_and_types_are_named() {
 
 #[test]
 fn what_is_declared_unquantised_must_not_be_quantised() {
-    let ignore: [(&str, fn(&mut Copy)); 3] = [
+    type Change = fn(&mut Copy);
+    let ignore: [(&str, Change); 3] = [
         ("fp8_block", |copy| {
             copy.quantization()["modules_to_not_convert"]
                 .as_array_mut()
@@ -667,4 +672,97 @@ fn a_scale_that_belongs_to_nothing_is_not_ignored() {
         let error = copy.refused(&[extra]);
         assert!(matches!(error, CheckpointError::UnusedTensor { .. }), "{error}");
     }
+}
+
+/// FP8 ones of this shape.
+fn ones(shape: &[usize]) -> (Dtype, Vec<usize>, Vec<u8>) {
+    (Dtype::F8_E4M3, shape.to_vec(), vec![0x38; shape.iter().product()])
+}
+
+fn scale(values: &[f32], shape: &[usize]) -> (Dtype, Vec<usize>, Vec<u8>) {
+    let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    (Dtype::F32, shape.to_vec(), bytes)
+}
+
+#[test]
+fn experts_have_their_own_scales_one_by_one_and_as_a_bank() {
+    const MODULES: [(&str, [usize; 2]); 3] = [("gate", [4, 8]), ("up", [4, 8]), ("down", [8, 4])];
+    let value = |expert: usize, module: usize| (1 + 3 * expert + module) as f32;
+    let mut separate = Copy::of_path(common::Tiny::moe().path());
+    separate.config["quantization_config"] = json!({
+        "quant_method": "fp8", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "self_attn", "linear_attn", "shared_expert", "shared_expert_gate", "mlp.gate"]
+    });
+    // Names match whole components: `self_attn` alone is neither the beginning nor the end of a projection's name.
+    separate.refused(&["linear_attn.in_proj_qkv", "BF16"]);
+    let kept: Vec<String> = ["q", "k", "v", "o"]
+        .map(|name| format!("{name}_proj"))
+        .into_iter()
+        .chain(
+            [
+                "in_proj_qkv",
+                "in_proj_z",
+                "in_proj_a",
+                "in_proj_b",
+                "out_proj",
+                "mlp.gate",
+                "lm_head",
+            ]
+            .map(Into::into),
+        )
+        .chain(["gate", "up", "down"].map(|name| format!("shared_expert.{name}_proj")))
+        .chain(["shared_expert_gate".to_owned()])
+        .collect();
+    separate.quantization()["modules_to_not_convert"] = json!(kept);
+    let mut bank = Copy::of_path(common::Tiny::moe().path());
+    bank.config = separate.config.clone();
+    bank.tensors.retain(|name, _| !name.contains(".experts."));
+    for layer in 0..2 {
+        let prefix = format!("model.layers.{layer}.mlp.experts");
+        for expert in 0..3 {
+            for (module, (name, shape)) in MODULES.iter().enumerate() {
+                let weight = format!("{prefix}.{expert}.{name}_proj.weight");
+                let own = scale(&[value(expert, module)], &[1, 1]);
+                separate.tensors.insert(format!("{weight}_scale_inv"), own);
+                separate.tensors.insert(weight, ones(shape));
+            }
+        }
+        let scales = |module: usize| (0..3).map(move |expert| value(expert, module)).collect::<Vec<_>>();
+        for (name, shape, module) in [("gate_up_proj", [3, 8, 8], 0), ("down_proj", [3, 8, 4], 2)] {
+            bank.tensors.insert(format!("{prefix}.{name}"), ones(&shape));
+            let scales = scale(&scales(module), &[3, 1, 1]);
+            bank.tensors.insert(format!("{prefix}.{name}_scale_inv"), scales);
+        }
+    }
+    let (separate, bank) = (separate.open().expect("opens"), bank.open().expect("opens"));
+    for expert in 0..3 {
+        for (module, (name, _)) in MODULES.iter().enumerate() {
+            let parameter = format!("text/layers/1/moe/experts/{expert}/{name}");
+            assert_eq!(load(&separate, &parameter), [value(expert, module); 32], "{parameter}");
+            // Gate and up of a bank lie in one tile here.
+            let shared = value(expert, if *name == "up" { 0 } else { module });
+            assert_eq!(load(&bank, &parameter), [shared; 32], "{parameter}");
+        }
+    }
+}
+
+#[test]
+fn compressed_blocks_have_their_scales_in_weight_scale() {
+    let mut copy = Copy::of("fp8_block");
+    let weights = json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]});
+    *copy.quantization() = json!({
+        "quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*in_proj_[ab]$"]
+    });
+    copy.tensors = std::mem::take(&mut copy.tensors)
+        .into_iter()
+        .map(|(name, tensor)| (name.replace("weight_scale_inv", "weight_scale"), tensor))
+        .collect();
+    let (block, compressed) = (CheckpointSource::open(&path_of("fp8_block")), copy.open());
+    let (block, compressed) = (block.expect("opens"), compressed.expect("opens"));
+    for name in golden("fp8_block").as_object().expect("an object").keys() {
+        assert_eq!(load(&block, name), load(&compressed, name), "{name}");
+    }
+    copy.quantization()["config_groups"]["group_0"]["weights"]["block_structure"] = json!([128, 64]);
+    copy.refused(&["config_groups.group_0.weights.block_structure", "[128,64]"]);
 }

@@ -142,9 +142,16 @@ impl Nvfp4 {
                 });
             }
             let weights = table.under(word);
-            for (at, value) in now.iter_mut().enumerate() {
-                let element = element + at;
-                *value = weights[usize::from((codes[element / 2] >> (4 * (element % 2))) & 15)];
+            if let Ok(group) = <&mut [f32; GROUP]>::try_from(&mut *now) {
+                let bytes = &codes[element / 2..][..GROUP / 2];
+                for (pair, byte) in group.as_chunks_mut::<2>().0.iter_mut().zip(bytes) {
+                    *pair = [weights[usize::from(byte & 15)], weights[usize::from(byte >> 4)]];
+                }
+            } else {
+                for (at, value) in now.iter_mut().enumerate() {
+                    let element = element + at;
+                    *value = weights[usize::from((codes[element / 2] >> (4 * (element % 2))) & 15)];
+                }
             }
             element += now.len();
             rest = tail;
@@ -272,10 +279,11 @@ impl Storage {
 
 /// The bytes of the element ranges `runs`, with `elements` elements in a byte.
 fn gather(bytes: &[u8], runs: &[Range<usize>], elements: usize) -> Vec<u8> {
-    runs.iter()
-        .flat_map(|run| &bytes[run.start / elements..run.end / elements])
-        .copied()
-        .collect()
+    let pieces: Vec<&[u8]> = runs
+        .iter()
+        .map(|run| &bytes[run.start / elements..run.end / elements])
+        .collect();
+    pieces.concat()
 }
 
 /// Element `at` of a tensor of floats.
