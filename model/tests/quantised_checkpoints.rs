@@ -96,13 +96,18 @@ impl Copy {
     }
 
     fn open(&self) -> Result<CheckpointSource, CheckpointError> {
-        fs::write(self.path().join("config.json"), self.config.to_string()).expect("writes");
         let views = self.tensors.iter().map(|(name, (dtype, shape, bytes))| {
             let view = TensorView::new(*dtype, shape.clone(), bytes).expect("a valid view");
             (name.as_str(), view)
         });
         let bytes = safetensors::serialize(views, None).expect("serialises");
         fs::write(self.path().join("model.safetensors"), bytes).expect("writes");
+        self.open_with_config(&self.config)
+    }
+
+    /// Opens with another configuration and the tensors as they were written last.
+    fn open_with_config(&self, config: &Value) -> Result<CheckpointSource, CheckpointError> {
+        fs::write(self.path().join("config.json"), config.to_string()).expect("writes");
         CheckpointSource::open(self.path())
     }
 
@@ -691,7 +696,7 @@ fn experts_have_their_own_scales_one_by_one_and_as_a_bank() {
     let mut separate = Copy::of_path(common::Tiny::moe().path());
     separate.config["quantization_config"] = json!({
         "quant_method": "fp8", "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head", "self_attn", "linear_attn", "shared_expert", "shared_expert_gate", "mlp.gate"]
+        "modules_to_not_convert": ["lm_head", "self_attn", "linear_attn", "shared_expert", "shared_expert_gate"]
     });
     // Names match whole components: `self_attn` alone is neither the beginning nor the end of a projection's name.
     separate.refused(&["linear_attn.in_proj_qkv", "BF16"]);
@@ -705,7 +710,6 @@ fn experts_have_their_own_scales_one_by_one_and_as_a_bank() {
                 "in_proj_a",
                 "in_proj_b",
                 "out_proj",
-                "mlp.gate",
                 "lm_head",
             ]
             .map(Into::into),
@@ -765,4 +769,67 @@ fn compressed_blocks_have_their_scales_in_weight_scale() {
     }
     copy.quantization()["config_groups"]["group_0"]["weights"]["block_structure"] = json!([128, 64]);
     copy.refused(&["config_groups.group_0.weights.block_structure", "[128,64]"]);
+}
+
+/// Every place inside `value`, as JSON pointers.
+fn places(value: &Value, at: &str, found: &mut Vec<String>) {
+    found.push(at.to_owned());
+    let inner: Vec<(String, &Value)> = match value {
+        Value::Object(members) => members.iter().map(|(name, value)| (name.clone(), value)).collect(),
+        Value::Array(items) => items
+            .iter()
+            .enumerate()
+            .map(|(number, item)| (number.to_string(), item))
+            .collect(),
+        _ => Vec::new(),
+    };
+    for (name, value) in inner {
+        places(
+            value,
+            &format!("{at}/{}", name.replace('~', "~0").replace('/', "~1")),
+            found,
+        );
+    }
+}
+
+#[test]
+fn a_declaration_damaged_anywhere_is_refused_or_means_the_same() {
+    for checkpoint in CHECKPOINTS {
+        let mut copy = Copy::of(checkpoint);
+        if checkpoint == "nvfp4_modelopt" {
+            // The same members, in the place that the newer exporter gives them.
+            let text = fs::read(copy.path().join("hf_quant_config.json")).expect("reads");
+            let mut file: Value = serde_json::from_slice(&text).expect("JSON");
+            *copy.quantization() = file["quantization"].take();
+            copy.quantization()["quant_method"] = "modelopt".into();
+            fs::remove_file(copy.path().join("hf_quant_config.json")).expect("removes");
+        }
+        let formats = |source: &CheckpointSource| -> Vec<&str> {
+            let stored = |parameter: perplexity_model::parameters::Parameter| source.stored(&parameter.name);
+            parameters(source.config())
+                .map(|parameter| stored(parameter).expect("stored").parts[0].format)
+                .collect()
+        };
+        let expected = formats(&copy.open().expect(checkpoint));
+        let mut found = Vec::new();
+        places(copy.quantization(), "/quantization_config", &mut found);
+        let (mut refused, mut same) = (0, 0);
+        for place in found {
+            for damage in [json!(null), json!(true), json!(-1), json!("*"), json!([])] {
+                let mut config = copy.config.clone();
+                *config.pointer_mut(&place).expect("a place") = damage;
+                match copy.open_with_config(&config) {
+                    Ok(source) => {
+                        assert_eq!(formats(&source), expected, "{checkpoint} {place}");
+                        same += 1;
+                    }
+                    Err(_) => refused += 1,
+                }
+            }
+        }
+        assert!(
+            refused > 50 && same > 0,
+            "{checkpoint}: {refused} refused, {same} the same"
+        );
+    }
 }

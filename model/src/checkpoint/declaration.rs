@@ -18,7 +18,8 @@ use super::CheckpointError;
 use crate::config::shorten;
 use crate::source::ActivationPolicy::{self, A16Only, AllowA4, AllowA8};
 
-const MODELOPT_FILE: &str = "hf_quant_config.json";
+/// Where one exporter leaves its declaration.
+pub(super) const MODELOPT_FILE: &str = "hf_quant_config.json";
 /// The only tile of scaled FP8 that is read.
 const TILE: [u64; 2] = [128, 128];
 /// The only group of NVFP4.
@@ -62,7 +63,7 @@ pub(super) struct Module {
     names: Vec<String>,
     /// Whether it is a linear layer of its own (not an embedding, a router, or a bank of experts in one tensor).
     linear: bool,
-    /// Whether it multiplies an activation.
+    /// Whether it multiplies an activation, as a linear layer or as a bank of experts.
     projection: bool,
 }
 

@@ -194,14 +194,14 @@ pub enum CheckpointError {
         /// What a scale may be.
         expected: &'static str,
     },
-    /// A word of a quantised weight that stands for no number.
+    /// A word of a quantised weight that stands for no number, or a shape that the format does not have.
     #[error("{tensor} in {}: {source}", path.display())]
     Word {
         /// The file.
         path: PathBuf,
         /// The tensor.
         tensor: String,
-        /// Which word.
+        /// What is wrong.
         source: FormatError,
     },
     /// A tensor of the text model that no parameter uses.

@@ -9,7 +9,7 @@ use std::path::Path;
 use safetensors::Dtype;
 
 use super::CheckpointError;
-use super::declaration::{Declaration, Module, Scheme, Words};
+use super::declaration::{Declaration, MODELOPT_FILE, Module, Scheme, Words};
 use super::names::{EMBEDDING, LM_HEAD, Origin, Selection, origins};
 use super::shards::{Shards, Tensor};
 use super::words::{Fp8, Grain, MatrixScale, Nvfp4, Storage, float, is_float, require_multipliers};
@@ -76,6 +76,8 @@ pub(super) struct Locator<'a> {
 }
 
 impl Locator<'_> {
+    /// The tensor and selection of `parameter`.
+    ///
     /// # Errors
     /// When it is absent, of another shape or type, or not quantised as declared.
     pub(super) fn locate(&self, parameter: Parameter) -> Result<Stored, CheckpointError> {
@@ -116,8 +118,10 @@ impl Locator<'_> {
     /// The weight called `name`, stored as declared; `None` when there is none.
     fn weight(&self, name: &str, origin: &Origin, parameter: &Parameter) -> Result<Option<Weight>, CheckpointError> {
         let scheme = self.declaration.and_then(|declaration| {
-            let is_projection = parameter.input.is_some() && origin.tensor != EMBEDDING;
-            let is_linear = is_projection && name.ends_with(".weight") && parameter.role != "moe/router";
+            // A router is a bare parameter, not a linear layer.
+            let is_projection =
+                parameter.input.is_some() && origin.tensor != EMBEDDING && parameter.role != "moe/router";
+            let is_linear = is_projection && name.ends_with(".weight");
             let module = Module::new(name, self.prefix, is_linear, is_projection);
             // Norms, decays and the convolution are never quantised, whatever a pattern covers.
             declaration
@@ -138,22 +142,19 @@ impl Locator<'_> {
             return Ok(None);
         };
         let path = self.shards.path(tensor);
+        if matches!(tensor.dtype, Dtype::F8_E4M3 | Dtype::U8) {
+            let declaration = match self.declaration {
+                Some(declaration) => format!("{} declares it unquantised", declaration.path.display()),
+                None => format!("neither config.json nor {MODELOPT_FILE} declares it quantised: expected {FLOATS}"),
+            };
+            return Err(CheckpointError::NotDeclared {
+                path: path.into(),
+                tensor: name.clone(),
+                found: tensor.dtype,
+                declaration,
+            });
+        }
         if !is_float(tensor.dtype) {
-            if matches!(tensor.dtype, Dtype::F8_E4M3 | Dtype::U8) {
-                return Err(CheckpointError::NotDeclared {
-                    path: path.into(),
-                    tensor: name.clone(),
-                    found: tensor.dtype,
-                    declaration: match self.declaration {
-                        Some(declaration) => format!("{} declares it unquantised", declaration.path.display()),
-                        None => {
-                            "neither config.json nor hf_quant_config.json declares it quantised: expected BF16, F16 \
-                                 or F32"
-                                .into()
-                        }
-                    },
-                });
-            }
             return Err(CheckpointError::Dtype {
                 path: path.into(),
                 tensor: name.clone(),
