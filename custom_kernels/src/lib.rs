@@ -6,6 +6,12 @@
 //! backend overrides what it does better.
 
 pub mod backend;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub mod cube;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub mod cube_backend;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod host;
 pub mod numeric;
 pub mod ops;

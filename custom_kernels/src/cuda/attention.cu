@@ -1,9 +1,9 @@
 // Causal grouped-query prompt attention on Hopper tensor cores:
 //
-//     o[b, t, h] = softmax_j(scale * q[b, t, h] . k[b, j, h / group]) v[b, j, h / group],   j <= query_offset + t
+//     o[b, t, h] = softmax_j(scale * q[b, t, h] . k[b, h / group, j]) v[b, h / group, j],   j <= query_offset + t
 //
-// q, out [batch, queries, heads, HEAD_DIM] and k, v [batch, keys, kv_heads, HEAD_DIM], all bf16; scores, softmax and
-// sums in float32, probabilities rounded to bf16 for the second product.
+// q, out [batch, queries, heads, HEAD_DIM] and k, v [batch, kv_heads, keys, HEAD_DIM], all bf16; scores, softmax and sums
+// in float32, probabilities rounded to bf16 for the second product.
 //
 // One block owns BLOCK_M query rows of one head. Warpgroup 0 is the producer: one thread keeps STAGES tiles of BLOCK_N
 // keys and values in flight through the bulk copy engine. Warpgroups 1 and 2 own 64 rows each: the scores of the next
@@ -76,11 +76,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 barrier_wait(&bars.k_empty[stage], parity);
                 barrier_expect(&bars.k_full[stage], TILE_KV);
                 for (int p = 0; p < PANELS; p++)
-                    load_box(sk + stage * TILE_KV + p * PANEL_KV, &k_map, &bars.k_full[stage], p * 64, kv_head, key0, batch);
+                    load_box(sk + stage * TILE_KV + p * PANEL_KV, &k_map, &bars.k_full[stage], p * 64, key0, kv_head, batch);
                 barrier_wait(&bars.v_empty[stage], parity);
                 barrier_expect(&bars.v_full[stage], TILE_KV);
                 for (int p = 0; p < PANELS; p++)
-                    load_box(sv + stage * TILE_KV + p * PANEL_KV, &v_map, &bars.v_full[stage], p * 64, kv_head, key0, batch);
+                    load_box(sv + stage * TILE_KV + p * PANEL_KV, &v_map, &bars.v_full[stage], p * 64, key0, kv_head, batch);
             }
         }
         return;

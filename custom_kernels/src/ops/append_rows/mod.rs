@@ -1,5 +1,7 @@
 //! `cache[b, h, at + t] = rows[b, t, h]`.
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 

@@ -5,6 +5,8 @@
 //! o   = sum_j softmax(s)_j v_j
 //! ```
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 

@@ -1,6 +1,8 @@
 //! `y[t, c] = SiLU(sum_{j<W} w[c, j] * x[t - (W-1) + j, c])`: depthwise, no bias, tap `W - 1` meets the current token.
 //! Inputs before the pass come from the tail, zero at a window's start.
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 

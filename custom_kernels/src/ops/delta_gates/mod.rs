@@ -1,6 +1,8 @@
 //! `g = -exp(A_log) * softplus(a + dt_bias)`, never positive, and `beta = sigmoid(b)`.
 //! `softplus(u) = ln(1 + e^u)`, `u` itself above [`SOFTPLUS_IDENTITY`].
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 

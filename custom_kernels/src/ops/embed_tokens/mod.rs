@@ -1,5 +1,7 @@
 //! `y[b, t] = table[ids[b, t]]`, without any scale.
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 

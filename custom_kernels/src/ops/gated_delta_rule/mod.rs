@@ -20,6 +20,8 @@
 //!
 //! No exponential has a positive argument, so strong decay cannot overflow.
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 
@@ -36,7 +38,7 @@ pub const CHUNK: usize = 64;
 pub const L2_EPSILON: f32 = 1e-6;
 
 /// The head geometry of a Gated DeltaNet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeltaHeads {
     /// Query and key heads `Nk`.
     pub key_heads: usize,

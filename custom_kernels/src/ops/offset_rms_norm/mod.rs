@@ -1,5 +1,7 @@
 //! `y = x * rsqrt(mean(x^2) + eps) * (1 + w)` over the last axis.
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 

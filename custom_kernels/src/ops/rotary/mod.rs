@@ -8,6 +8,8 @@
 //!
 //! Features `R..` pass unchanged. Pairs are half-split, `(i, i + R/2)`, not neighbours.
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 

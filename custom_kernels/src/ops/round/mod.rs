@@ -1,5 +1,7 @@
 //! `round(x)`: the nearest representable value, ties to even.
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 

@@ -7,6 +7,8 @@
 //! Top tokens come most probable first, equal logits in ascending id. Target, top tokens and candidates read the same
 //! logits and the same normaliser. Only one tile of logits is in memory at a time, and tiling changes no value.
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 

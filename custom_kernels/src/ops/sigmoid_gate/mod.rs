@@ -1,5 +1,7 @@
 //! `y = x * sigmoid(gate)`.
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 

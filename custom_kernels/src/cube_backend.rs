@@ -1,0 +1,233 @@
+//! The operations on CubeCL runtimes: portable kernels, and what [`KernelRuntime`] adds on a runtime that has better.
+
+use burn::tensor::{DType, FloatDType, Tensor, TensorData, backend::Backend};
+use burn_cubecl::{CubeBackend, CubeElement};
+
+use crate::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, HeadScores, RotaryTable};
+use crate::cube::{CubeTensor, KernelRuntime, contiguous, primitive, storage, tensor};
+use crate::ops::{
+    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, gated_delta_rule, offset_rms_norm, project,
+    rotary, round, score_head,
+    sigmoid_gate::cube::{self as gate, Gate},
+};
+use crate::precision::Precision;
+
+/// Logits held at once: 128 Mi float32 values, 512 MiB, about 540 rows of a 248,320-row head, enough for a full-speed product.
+const HEAD_TILE_ELEMENTS: usize = 1 << 27;
+
+/// A matrix `[out, in]` on the device, bfloat16 where the runtime stores it, else float32.
+pub type CubeWeight<R, BT> = Tensor<CubeBackend<R, f32, i32, BT>, 2>;
+
+impl<R, BT> EvaluatorBackend for CubeBackend<R, f32, i32, BT>
+where
+    R: KernelRuntime,
+    BT: burn_cubecl::element::BoolElement,
+{
+    type Weight = CubeWeight<R, BT>;
+
+    fn weight(values: Vec<f32>, shape: [usize; 2], _stored: Precision, device: &Self::Device) -> Self::Weight {
+        let matrix = Tensor::<Self, 2>::from_data(TensorData::new(values, shape), device);
+        let matrix = round::cube::launch(primitive(matrix), if R::NARROW { Precision::Bf16 } else { Precision::Full });
+        tensor(matrix)
+    }
+
+    fn dense(weight: &Self::Weight) -> Tensor<Self, 2> {
+        weight.clone()
+    }
+
+    fn round<const D: usize>(x: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {
+        tensor(round::cube::launch(primitive(x), to))
+    }
+
+    fn embed_tokens(table: &Self::Weight, ids: &[u32], batch: usize, to: Precision) -> Tensor<Self, 3> {
+        tensor(embed_tokens::cube::launch(primitive(table.clone()), ids, batch, to))
+    }
+
+    fn project(x: Tensor<Self, 3>, weight: &Self::Weight, to: Precision) -> Tensor<Self, 3> {
+        linear(x, weight, None, to)
+    }
+
+    fn project_add(
+        residual: Tensor<Self, 3>,
+        x: Tensor<Self, 3>,
+        weight: &Self::Weight,
+        to: Precision,
+    ) -> Tensor<Self, 3> {
+        linear(x, weight, Some(residual), to)
+    }
+
+    fn swiglu(x: Tensor<Self, 3>, gate: &Self::Weight, up: &Self::Weight, to: Precision) -> Tensor<Self, 3> {
+        // Both products pass through memory in the type of the result: a bfloat16 more per element than the formula.
+        let stored = if storage::<R>(to) == DType::BF16 { to } else { Precision::Full };
+        let gate = linear(x.clone(), gate, None, stored);
+        let up = linear(x, up, None, stored);
+        tensor(gate::launch(primitive(gate), primitive(up), Gate::Swiglu, to))
+    }
+
+    fn offset_rms_norm<const D: usize>(
+        x: Tensor<Self, D>,
+        weight: Tensor<Self, 1>,
+        eps: f32,
+        to: Precision,
+    ) -> Tensor<Self, D> {
+        tensor(offset_rms_norm::cube::launch(primitive(x), primitive(weight), None, eps, to))
+    }
+
+    fn gated_rms_norm<const D: usize>(
+        x: Tensor<Self, D>,
+        weight: Tensor<Self, 1>,
+        z: Tensor<Self, D>,
+        eps: f32,
+        to: Precision,
+    ) -> Tensor<Self, D> {
+        let z = Some(primitive(z));
+        tensor(offset_rms_norm::cube::launch(primitive(x), primitive(weight), z, eps, to))
+    }
+
+    fn rotary(x: Tensor<Self, 4>, table: &RotaryTable<Self>, first_position: usize, to: Precision) -> Tensor<Self, 4> {
+        let (cos, sin) = (primitive(table.cos.clone()), primitive(table.sin.clone()));
+        tensor(rotary::cube::launch(primitive(x), cos, sin, first_position, to))
+    }
+
+    fn causal_conv_silu(
+        x: Tensor<Self, 3>,
+        weight: Tensor<Self, 2>,
+        tail: Tensor<Self, 3>,
+        to: Precision,
+    ) -> (Tensor<Self, 3>, Tensor<Self, 3>) {
+        let (y, next) = causal_conv_silu::cube::launch(primitive(x), primitive(weight), primitive(tail), to);
+        (tensor(y), tensor(next))
+    }
+
+    fn delta_gates(
+        a: Tensor<Self, 3>,
+        b: Tensor<Self, 3>,
+        a_log: Tensor<Self, 1>,
+        dt_bias: Tensor<Self, 1>,
+    ) -> (Tensor<Self, 3>, Tensor<Self, 3>) {
+        let (g, beta) =
+            delta_gates::cube::launch(primitive(a), primitive(b), primitive(a_log), primitive(dt_bias));
+        (tensor(g), tensor(beta))
+    }
+
+    fn gated_delta_rule(
+        qkv: Tensor<Self, 3>,
+        g: Tensor<Self, 3>,
+        beta: Tensor<Self, 3>,
+        state: Tensor<Self, 4>,
+        heads: DeltaHeads,
+        to: Precision,
+    ) -> (Tensor<Self, 4>, Tensor<Self, 4>) {
+        let wide = |x: CubeTensor<R>| round::cube::launch(x, Precision::Full);
+        let qkv = primitive(qkv);
+        let (g, beta, state) = (wide(primitive(g)), wide(primitive(beta)), wide(primitive(state)));
+        let special = match to {
+            Precision::Bf16 => R::gated_delta_rule(&qkv, &g, &beta, &state, heads),
+            _ => None,
+        };
+        let (out, next) =
+            special.unwrap_or_else(|| gated_delta_rule::cube::launch(qkv, g, beta, state, heads, to));
+        (tensor(out), tensor(next))
+    }
+
+    fn append_rows(cache: Tensor<Self, 4>, rows: Tensor<Self, 4>, at: usize) -> Tensor<Self, 4> {
+        let cache = cache.into_primitive().tensor();
+        let cache = if cache.can_mut() && cache.is_contiguous() { cache } else { contiguous(cache.copy()) };
+        tensor(append_rows::cube::launch(cache, primitive(rows), at))
+    }
+
+    fn causal_attention(
+        q: Tensor<Self, 4>,
+        keys: Tensor<Self, 4>,
+        values: Tensor<Self, 4>,
+        first_position: usize,
+        to: Precision,
+    ) -> Tensor<Self, 4> {
+        let (q, keys, values) = (primitive(q), primitive(keys), primitive(values));
+        let special = match to {
+            Precision::Bf16 => R::causal_attention(&q, &keys, &values, first_position),
+            _ => None,
+        };
+        tensor(special.unwrap_or_else(|| causal_attention::cube::launch(q, keys, values, first_position, to)))
+    }
+
+    fn sigmoid_gate<const D: usize>(x: Tensor<Self, D>, gate: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {
+        tensor(gate::launch(primitive(x), primitive(gate), Gate::Sigmoid, to))
+    }
+
+    fn score_head(hidden: Tensor<Self, 2>, head: &Self::Weight, ask: &HeadRequest<'_>, logits: Precision) -> HeadScores {
+        let [rows, width] = hidden.dims();
+        let tile = (HEAD_TILE_ELEMENTS / head.dims()[0]).clamp(1, rows.max(1));
+        // Queued for all tiles first: reading waits for the device.
+        let reduced: Vec<_> = (0..rows)
+            .step_by(tile)
+            .map(|first| {
+                let count = tile.min(rows - first);
+                let x = hidden.clone().narrow(0, first, count).reshape([1, count, width]);
+                let values = linear(x, head, None, logits);
+                let values = round::cube::launch(primitive(values.reshape([count as i32, -1])), Precision::Full);
+                score_head::cube::launch(values, ask, first)
+            })
+            .collect();
+        let mut scores = HeadScores::default();
+        for (values, ids) in reduced {
+            push(&mut scores, &read::<R, f32>(values), &read::<R, u32>(ids), ask);
+        }
+        scores
+    }
+}
+
+/// `addend + x w^T`, rounded once. A float32 `x` against a bfloat16 weight is split into two bfloat16 terms, which keeps
+/// 16 bits of it: the product's error stays that of float32 accumulation.
+fn linear<R, BT>(
+    x: Tensor<CubeBackend<R, f32, i32, BT>, 3>,
+    weight: &CubeWeight<R, BT>,
+    addend: Option<Tensor<CubeBackend<R, f32, i32, BT>, 3>>,
+    to: Precision,
+) -> Tensor<CubeBackend<R, f32, i32, BT>, 3>
+where
+    R: KernelRuntime,
+    BT: burn_cubecl::element::BoolElement,
+{
+    let dtype = storage::<R>(to);
+    let (x_inner, w) = (primitive(x.clone()), primitive(weight.clone()));
+    let add = addend.clone().map(primitive).filter(|c: &CubeTensor<R>| c.dtype == dtype);
+    let special = if addend.is_some() && add.is_none() {
+        None
+    } else if x_inner.dtype == DType::F32 && w.dtype == DType::BF16 && dtype == DType::F32 {
+        let high = round::cube::launch(x_inner.clone(), Precision::Bf16);
+        let rest = x.clone() - tensor::<R, CubeBackend<R, f32, i32, BT>, 3>(high.clone()).cast(FloatDType::F32);
+        let low = round::cube::launch(primitive(rest), Precision::Bf16);
+        R::linear(&low, &w, add.as_ref(), dtype).and_then(|sum| R::linear(&high, &w, Some(&sum), dtype))
+    } else {
+        let x_inner = if w.dtype == DType::BF16 { round::cube::launch(x_inner, Precision::Bf16) } else { x_inner };
+        R::linear(&x_inner, &w, add.as_ref(), dtype)
+    };
+    match special {
+        Some(y) => tensor(round::cube::launch(y, to)),
+        None => match addend {
+            Some(residual) => project::reference_add(residual, x, weight.clone(), to),
+            None => project::reference(x, weight.clone(), to),
+        },
+    }
+}
+
+/// The elements of a small result, in order.
+fn read<R: KernelRuntime, E: CubeElement>(x: CubeTensor<R>) -> Vec<E> {
+    let bytes = x.client.read_one(x.handle.clone()).expect("the device's memory can be read");
+    E::from_bytes(&bytes)[..x.meta.num_elements()].to_vec()
+}
+
+/// Turns the reductions of one tile into log-probabilities, the normaliser in f64.
+fn push(scores: &mut HeadScores, values: &[f32], ids: &[u32], ask: &HeadRequest<'_>) {
+    let width = score_head::cube::FIXED + ask.top_k + ask.candidates_per_row;
+    for (row, values) in values.chunks_exact(width).enumerate() {
+        let normaliser = f64::from(values[0]) + f64::from(values[1]).ln();
+        let logprob = |logit: &f32| (f64::from(*logit) - normaliser) as f32;
+        let (top, candidates) = values[score_head::cube::FIXED..].split_at(ask.top_k);
+        scores.logprobs.push(logprob(&values[2]));
+        scores.top_logprobs.extend(top.iter().map(logprob));
+        scores.top_ids.extend(&ids[row * ask.top_k..][..ask.top_k]);
+        scores.candidate_logprobs.extend(candidates.iter().map(logprob));
+    }
+}

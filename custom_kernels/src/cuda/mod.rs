@@ -1,0 +1,71 @@
+//! What NVIDIA cards do better than the portable kernels: dense products through cuBLASLt, attention and the delta rule
+//! as hand-written kernels on tensor cores.
+//!
+//! The `.cu` texts are compiled by NVRTC when first launched, through CubeCL's own launcher, so that they share its
+//! stream, memory and compiled-kernel cache.
+
+mod attention;
+mod delta;
+pub mod gemm;
+mod source;
+
+use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex};
+
+use burn::tensor::DType;
+use cubecl::cuda::{CudaDevice, CudaRuntime};
+use cudarc::driver::{result::device as driver_device, sys::CUdevice_attribute};
+
+use crate::cube::{CubeTensor, KernelRuntime};
+use crate::ops::gated_delta_rule::DeltaHeads;
+
+/// A tensor of the CUDA runtime.
+pub(crate) type CudaTensor = CubeTensor<CudaRuntime>;
+
+/// Hopper: `wgmma` and the bulk copy engine as the attention kernel uses them exist there only.
+const HOPPER: i32 = 9;
+/// Ampere: `mma.sync` on bfloat16 and `cp.async`, which the delta rule needs.
+const AMPERE: i32 = 8;
+
+impl KernelRuntime for CudaRuntime {
+    const NARROW: bool = true;
+
+    fn linear(x: &CudaTensor, weight: &CudaTensor, addend: Option<&CudaTensor>, dtype: DType) -> Option<CudaTensor> {
+        gemm::linear(x, weight, addend, dtype)
+    }
+
+    fn causal_attention(
+        q: &CudaTensor,
+        keys: &CudaTensor,
+        values: &CudaTensor,
+        first_position: usize,
+    ) -> Option<CudaTensor> {
+        (compute_capability(&q.device) == HOPPER).then(|| attention::launch(q, keys, values, first_position))?
+    }
+
+    fn gated_delta_rule(
+        qkv: &CudaTensor,
+        g: &CudaTensor,
+        beta: &CudaTensor,
+        state: &CudaTensor,
+        heads: DeltaHeads,
+    ) -> Option<(CudaTensor, CudaTensor)> {
+        (compute_capability(&qkv.device) >= AMPERE).then(|| delta::launch(qkv, g, beta, state, heads))?
+    }
+}
+
+/// The major compute capability of a device; 0 when the driver does not say.
+fn compute_capability(device: &CudaDevice) -> i32 {
+    static KNOWN: LazyLock<Mutex<HashMap<usize, i32>>> = LazyLock::new(Default::default);
+    let mut known = KNOWN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    *known.entry(device.index).or_insert_with(|| {
+        let ask = || {
+            let handle = driver_device::get(device.index as i32)?;
+            // SAFETY: the handle was just returned by the driver.
+            unsafe {
+                driver_device::get_attribute(handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+            }
+        };
+        ask().unwrap_or(0)
+    })
+}

@@ -1,0 +1,157 @@
+//! Portable online-softmax attention: one cube per query row and head.
+//!
+//! Keys go by in tiles of as many rows as the cube has units. Each unit scores one key of the tile; then, the tile's
+//! maximum and sum being known, each unit adds the weighted values of its features. Running maximum `m`, sum `l` and
+//! output are rescaled by `exp(m_old - m_new)` when a tile raises the maximum.
+
+use burn::tensor::DType;
+use cubecl::prelude::*;
+
+use crate::cube::{CubeTensor, KernelRuntime, address_type, cubes, empty, left_to_round, rounded, storage};
+use crate::precision::Precision;
+
+/// Units of a cube and keys of a tile.
+const TILE: u32 = 64;
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn attention<Q: Float, C: Float, O: Float>(
+    q: &Array<Q>,
+    keys: &Array<C>,
+    values: &Array<C>,
+    out: &mut Array<O>,
+    rows: usize,
+    tokens: usize,
+    heads: usize,
+    group: usize,
+    capacity: usize,
+    first_position: usize,
+    scale: f32,
+    #[comptime] head_dim: usize,
+    #[comptime] tile: u32,
+    #[comptime] to: Precision,
+    #[define(Q, C, O)] _dtypes: [StorageType; 3],
+) {
+    let unit = UNIT_POS as usize;
+    let width = comptime!(tile as usize);
+    let owned = comptime!(head_dim.div_ceil(tile as usize));
+    let mut query = SharedMemory::<f32>::new(head_dim);
+    let mut weights = SharedMemory::<f32>::new(width);
+    let mut reduce = SharedMemory::<f32>::new(width);
+    if CUBE_POS < rows {
+        let head = CUBE_POS % heads;
+        let token = (CUBE_POS / heads) % tokens;
+        let batch = CUBE_POS / (heads * tokens);
+        let cache = (batch * (heads / group) + head / group) * capacity * head_dim;
+        #[unroll]
+        for i in 0..owned {
+            let feature = i * width + unit;
+            if feature < head_dim {
+                query[feature] = f32::cast_from(q[CUBE_POS * head_dim + feature]);
+            }
+        }
+        let mut output = Array::<f32>::new(owned);
+        #[unroll]
+        for i in 0..owned {
+            output[i] = 0.0f32;
+        }
+        let lowest = f32::cast_from(f32::NEG_INFINITY);
+        let mut m = lowest;
+        let mut l = 0.0f32;
+        let visible = first_position + token + 1;
+        let tiles = visible.div_ceil(width);
+        sync_cube();
+        for t in 0..tiles {
+            let key = t * width + unit;
+            let mut score = lowest;
+            if key < visible {
+                let mut dot = 0.0f32;
+                for feature in 0..head_dim {
+                    dot += query[feature] * f32::cast_from(keys[cache + key * head_dim + feature]);
+                }
+                score = dot * scale;
+            }
+            reduce[unit] = score;
+            sync_cube();
+            let mut top = m;
+            for i in 0..width {
+                top = max(top, reduce[i]);
+            }
+            weights[unit] = f32::exp(score - top);
+            sync_cube();
+            let rescale = f32::exp(m - top);
+            m = top;
+            l *= rescale;
+            #[unroll]
+            for i in 0..owned {
+                output[i] *= rescale;
+            }
+            let mut count = visible - t * width;
+            if count > width {
+                count = width;
+            }
+            for i in 0..count {
+                let weight = weights[i];
+                l += weight;
+                let row = cache + (t * width + i) * head_dim;
+                #[unroll]
+                for j in 0..owned {
+                    let feature = j * width + unit;
+                    if feature < head_dim {
+                        output[j] += weight * f32::cast_from(values[row + feature]);
+                    }
+                }
+            }
+            sync_cube();
+        }
+        #[unroll]
+        for i in 0..owned {
+            let feature = i * width + unit;
+            if feature < head_dim {
+                let value = rounded::<Const<1>>(Vector::new(output[i] / l), to);
+                out[CUBE_POS * head_dim + feature] = O::cast_from(value[0]);
+            }
+        }
+    }
+}
+
+/// `q` `[batch, tokens, heads, head_dim]`, `keys`, `values` `[batch, kv_heads, capacity, head_dim]` of one type, contiguous.
+pub(crate) fn launch<R: KernelRuntime>(
+    q: CubeTensor<R>,
+    keys: CubeTensor<R>,
+    values: CubeTensor<R>,
+    first_position: usize,
+    to: Precision,
+) -> CubeTensor<R> {
+    let shape = q.meta.shape().clone();
+    let (batch, tokens, heads, head_dim) = (shape[0], shape[1], shape[2], shape[3]);
+    let (kv_heads, capacity) = (keys.meta.shape()[1], keys.meta.shape()[2]);
+    let out = empty(&q, shape, storage::<R>(to));
+    let dtypes: [DType; 3] = [q.dtype, keys.dtype, out.dtype];
+    let rows = batch * tokens * heads;
+    let client = q.client.clone();
+    // SAFETY: rows beyond the count do nothing; keys stop at the query's own position, below `capacity` by contract.
+    unsafe {
+        attention::launch_unchecked::<R>(
+            &client,
+            cubes(&client, rows),
+            CubeDim::new_1d(TILE),
+            address_type(&[&q, &keys, &out]),
+            q.into_array_arg(),
+            keys.into_array_arg(),
+            values.into_array_arg(),
+            out.clone().into_array_arg(),
+            rows,
+            tokens,
+            heads,
+            heads / kv_heads,
+            capacity,
+            first_position,
+            1.0 / (head_dim as f32).sqrt(),
+            head_dim,
+            TILE,
+            left_to_round(to, out.dtype),
+            dtypes.map(Into::into),
+        );
+    }
+    out
+}
