@@ -198,3 +198,8 @@ pub(crate) fn row_sum(value: f32, #[comptime] lanes: u32, #[comptime] units: u32
     }
     sum
 }
+
+#[cfg(feature = "vulkan")]
+impl KernelRuntime for cubecl::wgpu::WgpuRuntime {
+    const NARROW: bool = false;
+}

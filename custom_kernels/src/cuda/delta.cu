@@ -147,35 +147,38 @@ extern "C" __global__ void __launch_bounds__(64 * GROUP)
         }
     }
     __syncthreads();
-    // A of this thread's head, strictly lower, column by column; the rows of q and k are no longer needed.
+    // A^T of this thread's head, row `col` = column `col` of A; the rows of q and k are no longer needed.
     float *a_head = sa + h * CHUNK * AROW;
-    for (int t = 0; t < CHUNK; t++) {
-        float x = 0.f;
-        if (col < t) x = sb[h][t] * norm_k[t] * norm_k[col] * kk[t * AROW + col] * __expf(sum_g[h][t] - sum_g[h][col]);
-        a_head[t * AROW + col] = x;
+    const int first = col & 32; // rows above this thread's half of the columns hold nothing
+    {
+        const float k_norm = norm_k[col], gamma = sum_g[h][col];
+#pragma unroll 4
+        for (int t = first; t < CHUNK; t += 4) {
+            float a[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                a[i] = t + i > col ? sb[h][t + i] * norm_k[t + i] * k_norm * kk[(t + i) * AROW + col] *
+                                         __expf(sum_g[h][t + i] - gamma)
+                                   : 0.f;
+            *(float4 *)(a_head + col * AROW + t) = make_float4(a[0], a[1], a[2], a[3]);
+        }
     }
     __syncthreads();
-    // Column `col` of T: x_t = [t = col] - sum_{r < t} A[t, r] x_r. The second warp starts at row 32.
+    // Column `col` of T: once x_r is known, it is taken out of every later row, x_t -= A[t, r] x_r.
     {
         float x[CHUNK];
-        if (col < 32) {
 #pragma unroll
-            for (int t = 0; t < CHUNK; t++) {
-                float s = 0.f;
+        for (int t = 0; t < CHUNK; t++) x[t] = t == col ? 1.f : 0.f;
+        if (first == 0) {
 #pragma unroll
-                for (int r = 0; r < t; r++) s = fmaf(a_head[t * AROW + r], x[r], s);
-                x[t] = (t == col ? 1.f : 0.f) - s;
-            }
+            for (int r = 0; r < CHUNK - 1; r++)
+#pragma unroll
+                for (int t = r + 1; t < CHUNK; t++) x[t] = fmaf(-a_head[r * AROW + t], x[r], x[t]);
         } else {
 #pragma unroll
-            for (int t = 0; t < 32; t++) x[t] = 0.f;
+            for (int r = 32; r < CHUNK - 1; r++)
 #pragma unroll
-            for (int t = 32; t < CHUNK; t++) {
-                float s = 0.f;
-#pragma unroll
-                for (int r = 32; r < t; r++) s = fmaf(a_head[t * AROW + r], x[r], s);
-                x[t] = (t == col ? 1.f : 0.f) - s;
-            }
+                for (int t = r + 1; t < CHUNK; t++) x[t] = fmaf(-a_head[r * AROW + t], x[r], x[t]);
         }
         __syncthreads();
 #pragma unroll

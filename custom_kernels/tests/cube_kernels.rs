@@ -1,0 +1,391 @@
+//! Every CubeCL kernel against the reference in burn tensor operations on the CPU: random data, awkward sizes.
+//!
+//! `cargo test --features vulkan` runs them through any Vulkan device, software rendering included, in float32 forms;
+//! `--features cuda` on a card, where the hand-written kernels and bfloat16 storage take part.
+#![cfg(any(feature = "cuda", feature = "vulkan"))]
+
+use burn::tensor::{Tensor, TensorData};
+use burn_ndarray::NdArray;
+use perplexity_kernels::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, RotaryTable};
+use perplexity_kernels::ops::{
+    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, gated_delta_rule, gated_rms_norm,
+    offset_rms_norm, project, rotary, score_head, sigmoid_gate, swiglu,
+};
+use perplexity_kernels::precision::Precision::{self, Bf16, F16, Full};
+
+/// The CPU backend that runs the references.
+type Reference = NdArray<f32>;
+
+/// Values of spread `scale`, every one exactly bfloat16; the same for the same seed.
+fn random(seed: u64, count: usize, scale: f32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x2545_f491_4f6c_dd1d;
+    (0..count)
+        .map(|_| {
+            let mut sum = 0.0;
+            for _ in 0..3 {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                sum += (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+            }
+            f32::from_bits((sum * scale).to_bits() & 0xffff_0000)
+        })
+        .collect()
+}
+
+fn on<B: EvaluatorBackend, const D: usize>(values: &[f32], shape: [usize; D]) -> Tensor<B, D> {
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), &Default::default())
+}
+
+/// As [`on`], stored as the backend stores bfloat16 results.
+fn narrow<B: EvaluatorBackend, const D: usize>(values: &[f32], shape: [usize; D]) -> Tensor<B, D> {
+    B::round(on::<B, D>(values, shape), Bf16)
+}
+
+fn values<B: EvaluatorBackend, const D: usize>(x: Tensor<B, D>) -> Vec<f32> {
+    x.into_data().convert::<f32>().into_vec().expect("converted just now")
+}
+
+/// Leaves NaN in the memory that the next allocations of this size get.
+fn poison<B: EvaluatorBackend>(elements: usize) {
+    let device = Default::default();
+    let tensors: Vec<Tensor<B, 1>> = (0..4).map(|_| Tensor::full([elements], f32::NAN, &device)).collect();
+    B::sync(&device).expect("device answers");
+    drop(tensors);
+}
+
+/// Relative distance of the whole, and of the worst element against the largest expected value.
+fn assert_close(what: &str, actual: &[f32], expected: &[f32], tolerance: f64) {
+    assert_eq!(actual.len(), expected.len(), "{what}: number of values");
+    let (mut error, mut size, mut worst, mut largest) = (0.0f64, 0.0f64, 0.0f64, 0.0f64);
+    for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
+        assert!(a.is_finite(), "{what}: value {i} is {a}, expected {e}");
+        let d = f64::from(a) - f64::from(e);
+        error += d * d;
+        size += f64::from(e) * f64::from(e);
+        worst = worst.max(d.abs());
+        largest = largest.max(f64::from(e).abs());
+    }
+    let relative = (error / size.max(1e-30)).sqrt();
+    assert!(relative <= tolerance, "{what}: relative error {relative:.2e} above {tolerance:.0e}");
+    assert!(
+        worst <= 8.0 * tolerance * largest.max(1e-6),
+        "{what}: worst error {worst:.2e} of values up to {largest:.2}"
+    );
+}
+
+/// Two roundings to bfloat16 of nearly equal values differ by one step in places: 2^-9 relative at most, rarely.
+fn tolerance(to: Precision) -> f64 {
+    match to {
+        Full => 2e-5,
+        Bf16 => 1.5e-3,
+        F16 => 5e-4,
+    }
+}
+
+fn rounding<B: EvaluatorBackend>() {
+    let special = [
+        0.0, -0.0, 1.0, 1.00390625, 1.01171875, -1.00390625, 3.0e38, 65504.0, 65519.0, 65520.0, -65520.0, 6.1e-5, 5.96e-8,
+        2.98e-8, 2.99e-8, -8.9e-8, f32::INFINITY, f32::NEG_INFINITY, 1e-40,
+    ];
+    let many = random(1, 1001, 1.0).into_iter().map(|x| x * 1.234_567);
+    let input: Vec<f32> = special.into_iter().chain(many).collect();
+    for to in [Full, Bf16, F16] {
+        let expected: Vec<f32> = input
+            .iter()
+            .map(|&x| match to {
+                Full => x,
+                Bf16 => half::bf16::from_f32(x).to_f32(),
+                F16 => half::f16::from_f32(x).to_f32(),
+            })
+            .collect();
+        poison::<B>(input.len());
+        let actual = values(B::round(on::<B, 1>(&input, [input.len()]), to));
+        for ((&a, &e), &x) in actual.iter().zip(&expected).zip(&input) {
+            // Denormal results may be flushed by the device.
+            let flushed = e.abs() < f32::MIN_POSITIVE && a == 0.0;
+            assert!(a.to_bits() == e.to_bits() || flushed, "{x:e} to {to:?}: {a:e}, expected {e:e}");
+        }
+    }
+    let nan = values(B::round(on::<B, 1>(&[f32::NAN; 3], [3]), Bf16));
+    assert!(nan.iter().all(|x| x.is_nan()), "NaN stays NaN");
+}
+
+fn norms<B: EvaluatorBackend>() {
+    for (rows, width) in [(1, 1), (3, 63), (5, 64), (2, 65), (7, 128), (130, 256), (3, 1000), (2, 5120)] {
+        let (x, w, z) = (random(2, rows * width, 3.0), random(3, width, 0.3), random(4, rows * width, 2.0));
+        for to in [Full, Bf16] {
+            let what = format!("norm of {rows} x {width} to {to:?}");
+            let shape = [rows, width];
+            let expected = offset_rms_norm::reference::<Reference, 2>(on(&x, shape), on(&w, [width]), 1e-6, to);
+            poison::<B>(rows * width);
+            let actual = B::offset_rms_norm(narrow::<B, 2>(&x, shape), narrow(&w, [width]), 1e-6, to);
+            assert_close(&what, &values(actual), &values(expected), tolerance(to));
+            let expected =
+                gated_rms_norm::reference::<Reference, 2>(on(&x, shape), on(&w, [width]), on(&z, shape), 1e-6, to);
+            poison::<B>(rows * width);
+            let actual = B::gated_rms_norm(narrow::<B, 2>(&x, shape), on(&w, [width]), narrow(&z, shape), 1e-6, to);
+            assert_close(&what, &values(actual), &values(expected), tolerance(to));
+        }
+    }
+}
+
+fn gates<B: EvaluatorBackend>() {
+    for count in [1, 63, 64, 65, 1021, 4096] {
+        let (x, y) = (random(5, count, 3.0), random(6, count, 5.0));
+        for to in [Full, Bf16] {
+            let expected = sigmoid_gate::reference::<Reference, 1>(on(&x, [count]), on(&y, [count]), to);
+            poison::<B>(count);
+            let actual = B::sigmoid_gate(narrow::<B, 1>(&x, [count]), narrow(&y, [count]), to);
+            assert_close("sigmoid gate", &values(actual), &values(expected), tolerance(to));
+        }
+    }
+    for heads in [1, 5, 48] {
+        let shape = [2, 65, heads];
+        let count = 130 * heads;
+        let (a, b) = (random(7, count, 12.0), random(8, count, 4.0));
+        let (mut a_log, bias) = (random(9, heads, 1.0), random(10, heads, 1.0));
+        a_log[0] = f32::NEG_INFINITY;
+        let expected =
+            delta_gates::reference::<Reference>(on(&a, shape), on(&b, shape), on(&a_log, [heads]), on(&bias, [heads]));
+        poison::<B>(count);
+        let actual = B::delta_gates(on::<B, 3>(&a, shape), on(&b, shape), on(&a_log, [heads]), on(&bias, [heads]));
+        assert_close("decay", &values(actual.0), &values(expected.0), 2e-5);
+        assert_close("write strength", &values(actual.1), &values(expected.1), 2e-5);
+    }
+}
+
+fn rotations<B: EvaluatorBackend>() {
+    for (tokens, heads, head_dim, rotary_dim, first) in
+        [(1, 1, 64, 16, 0), (65, 3, 256, 64, 7), (127, 2, 64, 64, 0), (33, 5, 24, 12, 100), (9, 4, 10, 6, 1)]
+    {
+        let shape = [2, tokens, heads, head_dim];
+        let x = random(11, shape.iter().product(), 2.0);
+        let inv = rotary::frequencies(1e7, rotary_dim);
+        let here = RotaryTable::<B>::new(&inv, 1.0, first + tokens, &Default::default());
+        let there = RotaryTable::<Reference>::new(&inv, 1.0, first + tokens, &Default::default());
+        for to in [Full, Bf16] {
+            let expected = rotary::reference::<Reference>(on(&x, shape), &there, first, to);
+            poison::<B>(x.len());
+            let actual = B::rotary(narrow::<B, 4>(&x, shape), &here, first, to);
+            let what = format!("rotary of {tokens} x {heads} x {head_dim}");
+            assert_close(&what, &values(actual), &values(expected), tolerance(to));
+        }
+    }
+}
+
+fn convolution<B: EvaluatorBackend>() {
+    for (tokens, channels, width) in [(1, 6, 4), (2, 3, 4), (31, 8, 4), (32, 8, 2), (33, 100, 4), (129, 256, 4)] {
+        let shape = [2, tokens, channels];
+        let x = random(12, shape.iter().product(), 2.0);
+        let w = random(13, channels * width, 0.6);
+        let tail_shape = [2, width - 1, channels];
+        let tail = random(14, tail_shape.iter().product(), 2.0);
+        for to in [Full, Bf16] {
+            let expected =
+                causal_conv_silu::reference::<Reference>(on(&x, shape), on(&w, [channels, width]), on(&tail, tail_shape), to);
+            poison::<B>(x.len());
+            let actual = B::causal_conv_silu(
+                narrow::<B, 3>(&x, shape),
+                narrow(&w, [channels, width]),
+                narrow(&tail, tail_shape),
+                to,
+            );
+            let what = format!("convolution of {tokens} x {channels}");
+            assert_close(&what, &values(actual.0), &values(expected.0), tolerance(to));
+            assert_close(&format!("{what}, tail"), &values(actual.1), &values(expected.1), 0.0);
+        }
+    }
+}
+
+fn delta_rule<B: EvaluatorBackend>() {
+    let cases = [(1, 1, 1, 8, 8), (63, 2, 4, 64, 64), (65, 1, 3, 16, 24), (129, 1, 2, 128, 128), (200, 2, 6, 128, 128)];
+    for (tokens, key_heads, value_heads, key_dim, value_dim) in cases {
+        let heads = DeltaHeads {
+            key_heads,
+            value_heads,
+            key_dim,
+            value_dim,
+        };
+        let (shape, gate_shape) = ([2, tokens, heads.channels()], [2, tokens, value_heads]);
+        let state_shape = [2, value_heads, key_dim, value_dim];
+        let qkv = random(15, shape.iter().product(), 1.0);
+        let g: Vec<f32> = random(16, gate_shape.iter().product(), 0.3).iter().map(|x| -x.abs()).collect();
+        let beta: Vec<f32> = random(17, gate_shape.iter().product(), 1.0).iter().map(|x| 1.0 / (1.0 + x.exp())).collect();
+        let state = random(18, state_shape.iter().product(), 0.3);
+        for (to, limit) in [(Full, 2e-5), (Bf16, 6e-3)] {
+            let expected = gated_delta_rule::recurrent::<Reference>(
+                on(&qkv, shape),
+                on(&g, gate_shape),
+                on(&beta, gate_shape),
+                on(&state, state_shape),
+                heads,
+                to,
+            );
+            poison::<B>(2 * tokens * value_heads * value_dim);
+            let actual = B::gated_delta_rule(
+                narrow::<B, 3>(&qkv, shape),
+                on(&g, gate_shape),
+                on(&beta, gate_shape),
+                on(&state, state_shape),
+                heads,
+                to,
+            );
+            let what = format!("delta rule of {tokens} tokens, heads {heads:?}, {to:?}");
+            assert_close(&what, &values(actual.0), &values(expected.0), limit);
+            assert_close(&format!("{what}, state"), &values(actual.1), &values(expected.1), limit);
+        }
+    }
+}
+
+fn attention<B: EvaluatorBackend>() {
+    let cases = [
+        (1, 0, 1, 1, 64),
+        (63, 0, 4, 2, 64),
+        (64, 64, 6, 1, 256),
+        (65, 0, 6, 2, 128),
+        (127, 5, 3, 3, 24),
+        (129, 300, 4, 2, 256),
+    ];
+    for (tokens, first, heads, kv_heads, head_dim) in cases {
+        let capacity = first + tokens + 3;
+        let (shape, cache_shape) = ([2, tokens, heads, head_dim], [2, kv_heads, capacity, head_dim]);
+        let q = random(19, shape.iter().product(), 1.5);
+        let mut k = random(20, cache_shape.iter().product(), 1.0);
+        let mut v = random(21, cache_shape.iter().product(), 1.0);
+        let expected_inputs = (k.clone(), v.clone());
+        // Rows not yet written must not be read.
+        for (i, (k, v)) in k.iter_mut().zip(&mut v).enumerate() {
+            if i / head_dim % capacity >= first + tokens {
+                (*k, *v) = (f32::NAN, f32::NAN);
+            }
+        }
+        for (to, limit) in [(Full, 2e-5), (Bf16, 4e-3)] {
+            let expected = causal_attention::reference::<Reference>(
+                on(&q, shape),
+                on(&expected_inputs.0, cache_shape),
+                on(&expected_inputs.1, cache_shape),
+                first,
+                to,
+            );
+            poison::<B>(q.len());
+            let actual = B::causal_attention(
+                narrow::<B, 4>(&q, shape),
+                narrow(&k, cache_shape),
+                narrow(&v, cache_shape),
+                first,
+                to,
+            );
+            let what = format!("attention of {tokens} tokens after {first}, {heads}/{kv_heads} heads of {head_dim}, {to:?}");
+            assert_close(&what, &values(actual), &values(expected), limit);
+        }
+    }
+}
+
+fn cache<B: EvaluatorBackend>() {
+    for (tokens, heads, head_dim, at) in [(1, 1, 8, 0), (65, 2, 24, 3), (7, 4, 256, 10)] {
+        let (shape, cache_shape) = ([2, tokens, heads, head_dim], [2, heads, at + tokens + 2, head_dim]);
+        let rows = random(22, shape.iter().product(), 1.0);
+        let old = random(23, cache_shape.iter().product(), 1.0);
+        let expected = append_rows::reference::<Reference>(on(&old, cache_shape), on(&rows, shape), at);
+        let before = narrow::<B, 4>(&old, cache_shape);
+        let shared = before.clone();
+        let actual = B::append_rows(before, narrow(&rows, shape), at);
+        assert_close("cache", &values(actual), &values(expected), 0.0);
+        assert_close("a cache held elsewhere stays", &values(shared), &old, 0.0);
+    }
+}
+
+fn products<B: EvaluatorBackend>() {
+    for (rows, width, out) in [(1, 8, 3), (63, 64, 65), (65, 200, 40), (129, 512, 96), (300, 256, 1000)] {
+        let (x, w) = (random(24, 2 * rows * width, 1.0), random(25, out * width, 0.1));
+        let (up, residual) = (random(26, out * width, 0.1), random(27, 2 * rows * out, 1.0));
+        let (shape, out_shape) = ([2, rows, width], [2, rows, out]);
+        let weight = |w: &[f32]| B::weight(w.to_vec(), [out, width], Bf16, &Default::default());
+        let dense = |w: &[f32]| on::<Reference, 2>(w, [out, width]);
+        for (to, limit) in [(Full, 2e-5), (Bf16, 3e-3)] {
+            let what = format!("product of 2 x {rows} x {width} by {out}, {to:?}");
+            let expected = project::reference::<Reference>(on(&x, shape), dense(&w), to);
+            poison::<B>(2 * rows * out);
+            let actual = B::project(narrow::<B, 3>(&x, shape), &weight(&w), to);
+            assert_close(&what, &values(actual), &values(expected), limit);
+            let wide: Vec<f32> = x.iter().map(|x| x * 1.000_123).collect();
+            let expected = project::reference::<Reference>(on(&wide, shape), dense(&w), Full);
+            let actual = B::project(on::<B, 3>(&wide, shape), &weight(&w), Full);
+            assert_close(&format!("{what}, float32 rows"), &values(actual), &values(expected), 2e-5);
+            let expected = project::reference_add::<Reference>(on(&residual, out_shape), on(&x, shape), dense(&w), to);
+            poison::<B>(2 * rows * out);
+            let actual = B::project_add(narrow(&residual, out_shape), narrow::<B, 3>(&x, shape), &weight(&w), to);
+            assert_close(&format!("{what}, added"), &values(actual), &values(expected), limit);
+            let expected = swiglu::reference::<Reference>(on(&x, shape), dense(&w), dense(&up), to);
+            let actual = B::swiglu(narrow::<B, 3>(&x, shape), &weight(&w), &weight(&up), to);
+            assert_close(&format!("{what}, SwiGLU"), &values(actual), &values(expected), 2.0 * limit);
+        }
+    }
+    let (table, ids) = (random(28, 50 * 24, 1.0), [0, 49, 7, 7, 13, 1]);
+    let weight = B::weight(table.clone(), [50, 24], Bf16, &Default::default());
+    let expected = embed_tokens::reference::<Reference>(on(&table, [50, 24]), &ids, 2, Bf16);
+    let actual = B::embed_tokens(&weight, &ids, 2, Bf16);
+    assert_eq!(actual.dims(), [2, 3, 24]);
+    assert_close("embedding", &values(actual), &values(expected), 0.0);
+}
+
+fn head<B: EvaluatorBackend>() {
+    for (rows, width, vocabulary, public, top_k) in [(1, 8, 5, 5, 5), (3, 16, 300, 257, 1), (70, 64, 2000, 1999, 20)] {
+        let (x, mut w) = (random(29, rows * width, 1.0), random(30, vocabulary * width, 0.5));
+        // Equal rows of the head give equal logits: ids decide.
+        let copy = w[..width].to_vec();
+        w[(public - 1) * width..][..width].copy_from_slice(&copy);
+        // A row that is no token would win everything.
+        for row in public..vocabulary {
+            for (a, b) in w[row * width..][..width].iter_mut().zip(&x) {
+                *a = 50.0 * b;
+            }
+        }
+        let targets: Vec<u32> = (0..rows).map(|i| (i * 7919 % public) as u32).collect();
+        let candidates: Vec<u32> = (0..rows * 3).map(|i| (i * 104_729 % public) as u32).collect();
+        let ask = HeadRequest {
+            public_rows: public,
+            targets: &targets,
+            top_k,
+            candidates_per_row: 3,
+            candidates: &candidates,
+        };
+        let weight = B::weight(w.clone(), [vocabulary, width], Bf16, &Default::default());
+        let actual = B::score_head(narrow::<B, 2>(&x, [rows, width]), &weight, &ask, Full);
+        let logits = project::reference::<Reference>(on(&x, [1, rows, width]), on(&w, [vocabulary, width]), Full);
+        let mut expected = score_head::HeadScores::default();
+        for (row, logits) in values(logits).chunks_exact(vocabulary).enumerate() {
+            expected.push(&logits[..public], &ask, row);
+        }
+        assert_close("target", &actual.logprobs, &expected.logprobs, 1e-5);
+        assert_close("top", &actual.top_logprobs, &expected.top_logprobs, 1e-5);
+        assert_close("candidates", &actual.candidate_logprobs, &expected.candidate_logprobs, 1e-5);
+        assert_eq!(actual.top_ids, expected.top_ids, "top ids of {rows} rows over {public} tokens");
+    }
+}
+
+/// One test per kernel on one backend.
+macro_rules! suite {
+    ($name:ident, $backend:ty, [$($test:ident),*]) => {
+        mod $name {
+            $(#[test]
+            fn $test() {
+                super::$test::<$backend>();
+            })*
+        }
+    };
+}
+
+#[cfg(feature = "vulkan")]
+suite!(
+    vulkan,
+    burn::backend::Vulkan<f32, i32, u8>,
+    [rounding, norms, gates, rotations, convolution, delta_rule, attention, cache, products, head]
+);
+#[cfg(feature = "cuda")]
+suite!(
+    cuda,
+    burn::backend::Cuda<f32, i32>,
+    [rounding, norms, gates, rotations, convolution, delta_rule, attention, cache, products, head]
+);
