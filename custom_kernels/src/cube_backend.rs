@@ -6,8 +6,9 @@ use burn_cubecl::{CubeBackend, CubeElement};
 use crate::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, HeadScores, RotaryTable};
 use crate::cube::{CubeTensor, KernelRuntime, contiguous, primitive, storage, tensor};
 use crate::ops::{
-    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, gated_delta_rule, offset_rms_norm, project,
-    rotary, round, score_head,
+    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
+    expand_weight::{self, ExpandError, Packing},
+    gated_delta_rule, offset_rms_norm, project, rotary, round, score_head,
     sigmoid_gate::cube::{self as gate, Gate},
 };
 use crate::precision::Precision;
@@ -230,4 +231,27 @@ fn push(scores: &mut HeadScores, values: &[f32], ids: &[u32], ask: &HeadRequest<
         scores.top_ids.extend(&ids[row * ask.top_k..][..ask.top_k]);
         scores.candidate_logprobs.extend(candidates.iter().map(logprob));
     }
+}
+
+/// Uploads the `bytes` of a packed matrix and expands them on the device, to bfloat16 where the runtime stores it.
+///
+/// # Errors
+/// When `bytes` is not a matrix of this packing and shape.
+pub fn expand_weight<R, BT>(
+    bytes: &[u8],
+    packing: Packing,
+    shape: [usize; 2],
+    device: &R::Device,
+) -> Result<CubeWeight<R, BT>, ExpandError>
+where
+    R: KernelRuntime,
+    BT: burn_cubecl::element::BoolElement,
+{
+    let mut words = bytes.to_vec();
+    words.resize(bytes.len().next_multiple_of(4), 0);
+    let client = R::client(device);
+    let handle = client.create_from_slice(&words);
+    let packed = CubeTensor::new_contiguous(client, device.clone(), [words.len() / 4].into(), handle, DType::U32);
+    let dtype = if R::NARROW { DType::BF16 } else { DType::F32 };
+    expand_weight::cube::launch(&packed, bytes.len(), packing, shape[0], shape[1], dtype).map(tensor)
 }

@@ -8,8 +8,9 @@ use burn::tensor::{Tensor, TensorData};
 use burn_ndarray::NdArray;
 use perplexity_kernels::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, RotaryTable};
 use perplexity_kernels::ops::{
-    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, gated_delta_rule, gated_rms_norm,
-    offset_rms_norm, project, rotary, score_head, sigmoid_gate, swiglu,
+    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
+    expand_weight::{self, Packing},
+    gated_delta_rule, gated_rms_norm, offset_rms_norm, project, rotary, score_head, sigmoid_gate, swiglu,
 };
 use perplexity_kernels::precision::Precision::{self, Bf16, F16, Full};
 
@@ -365,10 +366,58 @@ fn head<B: EvaluatorBackend>() {
     }
 }
 
+fn expansion<B: EvaluatorBackend>(expand: impl Fn(&[u8], Packing, [usize; 2]) -> Tensor<B, 2>) {
+    let cases = [
+        (Packing::Grouped { bits: 4 }, 3, 130),
+        (Packing::Grouped { bits: 5 }, 65, 129),
+        (Packing::Grouped { bits: 6 }, 7, 512),
+        (Packing::Grouped { bits: 8 }, 33, 100),
+        (Packing::Nvfp4, 256, 192),
+        (Packing::Fp8Row, 63, 77),
+        (Packing::Fp8Tile, 130, 200),
+    ];
+    for (packing, rows, columns) in cases {
+        let planes = packing.planes(rows, columns).expect("a legal shape");
+        let noise = random(31, planes.bytes, 1e9);
+        let mut bytes: Vec<u8> = noise.iter().map(|x| (x.to_bits() >> 16) as u8).collect();
+        // Scales of ordinary size; FP8 codes that are numbers.
+        for (i, byte) in bytes.iter_mut().enumerate() {
+            match packing {
+                Packing::Grouped { .. } if i >= planes.scales => *byte = if i % 2 == 1 { 0x20 | *byte & 0x1f } else { *byte },
+                Packing::Nvfp4 if i >= planes.scales => *byte &= 0x77,
+                Packing::Fp8Row | Packing::Fp8Tile if i < planes.scales => *byte &= 0xbf,
+                Packing::Fp8Row => *byte = if i % 2 == 1 { 0x3c } else { *byte },
+                _ => {}
+            }
+        }
+        let number = |bytes: &mut [u8], x: f32| bytes.copy_from_slice(&x.to_le_bytes());
+        match packing {
+            Packing::Nvfp4 => number(&mut bytes[planes.matrix_scale..], 896.0),
+            Packing::Fp8Tile => (planes.scales..planes.bytes)
+                .step_by(4)
+                .for_each(|at| number(&mut bytes[at..at + 4], 0.001 * at as f32)),
+            _ => {}
+        }
+        let expected = expand_weight::reference(&bytes, packing, rows, columns).expect("a legal matrix");
+        poison::<B>(rows * columns);
+        let actual = values(expand(&bytes, packing, [rows, columns]));
+        assert_close(&format!("{packing:?} of {rows} x {columns}"), &actual, &expected, tolerance(Bf16));
+    }
+}
+
 /// One test per kernel on one backend.
 macro_rules! suite {
     ($name:ident, $backend:ty, [$($test:ident),*]) => {
         mod $name {
+            use perplexity_kernels::cube_backend::expand_weight;
+
+            #[test]
+            fn expansion() {
+                super::expansion::<$backend>(|bytes, packing, shape| {
+                    expand_weight(bytes, packing, shape, &Default::default()).expect("a legal matrix")
+                });
+            }
+
             $(#[test]
             fn $test() {
                 super::$test::<$backend>();

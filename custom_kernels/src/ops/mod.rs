@@ -5,6 +5,7 @@ pub mod causal_attention;
 pub mod causal_conv_silu;
 pub mod delta_gates;
 pub mod embed_tokens;
+pub mod expand_weight;
 pub mod gated_delta_rule;
 pub mod gated_rms_norm;
 pub mod offset_rms_norm;
