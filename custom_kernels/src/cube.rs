@@ -1,7 +1,7 @@
 //! What the CubeCL kernels share: how a float32 result is rounded and stored, sums over the units of a row, launch sizes.
 //!
-//! Kernels compute in float32 whatever the operands are stored in. A result observable in bfloat16 is stored as bfloat16
-//! where the runtime does so ([`KernelRuntime::NARROW`]), else as float32 values that are exactly bfloat16.
+//! Kernels compute in float32 whatever the operands are stored in. A result observable in 16 bits is stored in 16 bits where
+//! the runtime does so ([`KernelRuntime::NARROW`]), else as float32 values that are exactly those.
 
 use burn::tensor::{DType, Shape, Tensor, TensorPrimitive, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, ops::numeric::empty_device_contiguous_dtype};
@@ -20,7 +20,7 @@ pub(crate) const UNITS: u32 = 256;
 ///
 /// `None` means "not here": the caller runs the portable kernel. Operands are contiguous unless a method says otherwise.
 pub trait KernelRuntime: CubeRuntime {
-    /// Whether results observable in bfloat16 are stored in it.
+    /// Whether results observable in bfloat16 or half precision are stored in it.
     const NARROW: bool;
 
     /// `addend + x w^T` or `x w^T`: `x` `[rows, in]`, `weight` `[out, in]`, into `out` type `dtype`.
@@ -57,10 +57,10 @@ pub trait KernelRuntime: CubeRuntime {
 
 /// The type a result observable in `to` is stored in.
 pub(crate) fn storage<R: KernelRuntime>(to: Precision) -> DType {
-    if R::NARROW && to == Precision::Bf16 {
-        DType::BF16
-    } else {
-        DType::F32
+    match to {
+        Precision::Bf16 if R::NARROW => DType::BF16,
+        Precision::F16 if R::NARROW => DType::F16,
+        _ => DType::F32,
     }
 }
 
@@ -112,9 +112,9 @@ pub(crate) fn planes<R: CubeRuntime>(client: &ComputeClient<R>) -> bool {
     hardware.plane_size_min == 32 && hardware.plane_size_max == 32
 }
 
-/// What a kernel has left to round when its result is stored as `dtype`: storing in bfloat16 rounds by itself.
+/// What a kernel has left to round when its result is stored as `dtype`: storing in 16 bits rounds by itself.
 pub(crate) fn left_to_round(to: Precision, dtype: DType) -> Precision {
-    if dtype == DType::BF16 { Precision::Full } else { to }
+    if dtype == DType::F32 { to } else { Precision::Full }
 }
 
 /// The address type that reaches every element of `tensors`.

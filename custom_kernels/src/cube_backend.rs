@@ -59,7 +59,7 @@ where
 
     fn swiglu(x: Tensor<Self, 3>, gate: &Self::Weight, up: &Self::Weight, to: Precision) -> Tensor<Self, 3> {
         // Both products pass through memory in the type of the result: a bfloat16 more per element than the formula.
-        let stored = if storage::<R>(to) == DType::BF16 { to } else { Precision::Full };
+        let stored = if storage::<R>(to) == DType::F32 { Precision::Full } else { to };
         let gate = linear(x.clone(), gate, None, stored);
         let up = linear(x, up, None, stored);
         tensor(gate::launch(primitive(gate), primitive(up), Gate::Swiglu, to))
@@ -190,7 +190,11 @@ where
     R: KernelRuntime,
     BT: burn_cubecl::element::BoolElement,
 {
-    let dtype = storage::<R>(to);
+    // Products come in bfloat16 or float32; halves are rounded from the latter.
+    let dtype = match storage::<R>(to) {
+        DType::BF16 => DType::BF16,
+        _ => DType::F32,
+    };
     let (x_inner, w) = (primitive(x.clone()), primitive(weight.clone()));
     let add = addend.clone().map(primitive).filter(|c: &CubeTensor<R>| c.dtype == dtype);
     let special = if addend.is_some() && add.is_none() {

@@ -2,15 +2,16 @@
 //
 //     o[b, t, h] = softmax_j(scale * q[b, t, h] . k[b, h / group, j]) v[b, h / group, j],   j <= query_offset + t
 //
-// q, out [batch, queries, heads, HEAD_DIM] and k, v [batch, kv_heads, keys, HEAD_DIM], all bf16; scores, softmax and sums
-// in float32, probabilities rounded to bf16 for the second product.
+// q, out [batch, queries, heads, HEAD_DIM] and k, v [batch, kv_heads, keys, HEAD_DIM], 16-bit floats: q and k of one type
+// (SCORE_TYPE), v of another or the same (VALUE_TYPE), out bf16. Scores, softmax and sums in float32, probabilities rounded
+// to the type of v.
 //
 // One block owns BLOCK_M query rows of one head. Warpgroup 0 is the producer: one thread keeps STAGES tiles of BLOCK_N
 // keys and values in flight through the bulk copy engine. Warpgroups 1 and 2 own 64 rows each: the scores of the next
 // tile are issued before the value product of the current one, so that the softmax runs while the tensor cores work.
 // Tiles go from the diagonal downwards: only the first few need the causal mask.
 //
-// HEAD_DIM (64, 128 or 256) is defined in front of this text.
+// HEAD_DIM (64, 128 or 256) and the two types are defined in front of this text.
 
 constexpr int BLOCK_M = 128;
 // 80 keys of 256 elements are what two stages leave room for beside the queries in 227 KiB.
@@ -35,7 +36,7 @@ struct Barriers {
 };
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    attention_bf16(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    attention_kernel(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                    const __grid_constant__ TensorMap v_map, const bf16 *, const bf16 *, const bf16 *,
                    bf16 *__restrict__ out, const __grid_constant__ AttentionInfo info) {
     extern __shared__ unsigned char raw[];
@@ -156,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) p[step][i] = pack_bf16(s[step * 8 + 2 * i], s[step * 8 + 2 * i + 1]);
+            for (int i = 0; i < 4; i++) PACK_VALUES(p[step][i], s[step * 8 + 2 * i], s[step * 8 + 2 * i + 1]);
     };
 
     barrier_wait(&bars.q, 0);

@@ -21,13 +21,23 @@ fn block_n(head_dim: usize) -> usize {
     if head_dim == 256 { 80 } else { 128 }
 }
 
-/// `q` `[batch, tokens, heads, head_dim]`, `keys`, `values` `[batch, kv_heads, capacity, head_dim]`, all bfloat16 and
-/// contiguous; `None` for other types and head sizes.
+/// How the kernel text names a 16-bit float, quotes included.
+fn operand(dtype: DType) -> Option<&'static str> {
+    match dtype {
+        DType::BF16 => Some("\"bf16\""),
+        DType::F16 => Some("\"f16\""),
+        _ => None,
+    }
+}
+
+/// `q` `[batch, tokens, heads, head_dim]`, `keys`, `values` `[batch, kv_heads, capacity, head_dim]`, bfloat16 or half,
+/// `q` as `keys`, contiguous; `None` for other types and head sizes.
 pub(super) fn launch(q: &CudaTensor, keys: &CudaTensor, values: &CudaTensor, first: usize) -> Option<CudaTensor> {
     let shape = q.meta.shape().clone();
     let (batch, tokens, heads, head_dim) = (shape[0], shape[1], shape[2], shape[3]);
     let (kv_heads, capacity) = (keys.meta.shape()[1], keys.meta.shape()[2]);
-    let fits = [q, keys, values].iter().all(|t| t.dtype == DType::BF16) && matches!(head_dim, 64 | 128 | 256);
+    let (score_type, value_type) = (operand(keys.dtype)?, operand(values.dtype)?);
+    let fits = q.dtype == keys.dtype && matches!(head_dim, 64 | 128 | 256);
     if !fits || tokens.div_ceil(BLOCK_M) > u16::MAX as usize || batch > u16::MAX as usize {
         return None;
     }
@@ -35,8 +45,11 @@ pub(super) fn launch(q: &CudaTensor, keys: &CudaTensor, values: &CudaTensor, fir
     let block_n = block_n(head_dim);
     let out = empty(q, shape, DType::BF16);
     let kernel = CudaSource {
-        entry: "attention_bf16",
-        text: CudaSource::text(&[("HEAD_DIM", head_dim)], include_str!("attention.cu")),
+        entry: "attention_kernel",
+        text: CudaSource::text(
+            &[("HEAD_DIM", &head_dim.to_string()), ("SCORE_TYPE", score_type), ("VALUE_TYPE", value_type)],
+            include_str!("attention.cu"),
+        ),
         threads: THREADS,
         shared_bytes: (BLOCK_M + 2 * STAGES * block_n) * head_dim * 2 + 1024,
     };
@@ -75,7 +88,7 @@ fn map(x: &CudaTensor, shape: [usize; 4], strides: [usize; 4], tile: [usize; 4])
         swizzle: TensorMapSwizzle::B128,
         prefetch: TensorMapPrefetch::B256,
         oob_fill: OobFill::Zero,
-        storage_ty: DType::BF16.into(),
+        storage_ty: x.dtype.into(),
     };
     TensorMapBinding::new(x.handle.clone().binding(), meta)
 }

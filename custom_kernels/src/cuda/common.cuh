@@ -62,11 +62,21 @@ __device__ __forceinline__ float exp2_approx(float x) {
     asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// Two values rounded to `VALUE_TYPE`.
+#define PACK_VALUES(r, low, high) asm("cvt.rn." VALUE_TYPE "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low))
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+
+// Operand types of the two products below, "bf16" or "f16"; both kinds take 16 bits per element.
+#ifndef SCORE_TYPE
+#define SCORE_TYPE "bf16"
+#endif
+#ifndef VALUE_TYPE
+#define VALUE_TYPE "bf16"
+#endif
 
 #define ACC8(d, i)                                                                                                     \
     "+f"((d)[(i)]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3]), "+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), \
@@ -76,7 +86,7 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 __device__ __forceinline__ void wgmma_ss(float (&d)[32], u64 a, u64 b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." SCORE_TYPE "." SCORE_TYPE " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
         "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
         "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
@@ -87,7 +97,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[32], u64 a, u64 b, int accum
 // d[64, 64] += a[64, 16] b[16, 64], a in registers, b in shared memory with the 64-axis contiguous.
 __device__ __forceinline__ void wgmma_rs(float (&d)[32], const u32 (&a)[4], u64 b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." VALUE_TYPE "." VALUE_TYPE " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
         "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
         "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
@@ -99,7 +109,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[32], const u32 (&a)[4], u64 
 __device__ __forceinline__ void wgmma_ss(float (&d)[40], u64 a, u64 b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %42, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n80k16.f32." SCORE_TYPE "." SCORE_TYPE " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
         "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
         "}, %40, %41, p, 1, 1, 0, 0;\n}\n"
@@ -111,7 +121,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[40], u64 a, u64 b, int accum
 __device__ __forceinline__ void wgmma_ss(float (&d)[64], u64 a, u64 b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." SCORE_TYPE "." SCORE_TYPE " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
         "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
         "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
@@ -124,7 +134,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[64], u64 a, u64 b, int accum
 // d[64, 128] += a[64, 16] b[16, 128], a in registers, b in shared memory with the 128-axis contiguous.
 __device__ __forceinline__ void wgmma_rs(float (&d)[64], const u32 (&a)[4], u64 b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." VALUE_TYPE "." VALUE_TYPE " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
         "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
         "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "

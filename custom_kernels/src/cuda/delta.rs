@@ -45,7 +45,7 @@ pub(super) fn launch(
     let out = empty(qkv, [batch, tokens, heads.value_heads, DIM], DType::BF16);
     let next = empty(qkv, state.meta.shape().clone(), DType::F32);
 
-    let text = CudaSource::text(&[("GROUP", group)], include_str!("delta.cu"));
+    let text = CudaSource::text(&[("GROUP", &group.to_string())], include_str!("delta.cu"));
     let prepare = CudaSource {
         entry: "delta_prepare",
         text: text.clone(),

@@ -27,7 +27,7 @@ pub(super) struct CudaSource {
 
 impl CudaSource {
     /// The text behind `#define`s and the shared header.
-    pub(super) fn text(defines: &[(&str, usize)], body: &str) -> Arc<str> {
+    pub(super) fn text(defines: &[(&str, &str)], body: &str) -> Arc<str> {
         let defines: String = defines.iter().map(|(name, value)| format!("#define {name} {value}\n")).collect();
         (defines + include_str!("common.cuh") + body).into()
     }

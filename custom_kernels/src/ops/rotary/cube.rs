@@ -47,7 +47,7 @@ fn rotate<X: Float, O: Float, N: Size>(
 
 /// `x` `[batch, tokens, heads, head_dim]`, `cos`, `sin` `[positions, half]` float32, all contiguous.
 ///
-/// Unrotated features keep their value: the result is stored in bfloat16 only where `x` is.
+/// Unrotated features keep their value: the result is stored in 16 bits only where `x` is.
 pub(crate) fn launch<R: KernelRuntime>(
     x: CubeTensor<R>,
     cos: CubeTensor<R>,
@@ -57,7 +57,7 @@ pub(crate) fn launch<R: KernelRuntime>(
 ) -> CubeTensor<R> {
     let shape = x.meta.shape().clone();
     let (tokens, heads, head_dim, half) = (shape[1], shape[2], shape[3], cos.meta.shape()[1]);
-    let dtype = if x.dtype == DType::BF16 { storage::<R>(to) } else { DType::F32 };
+    let dtype = if x.dtype == storage::<R>(to) { x.dtype } else { DType::F32 };
     let out = empty(&x, shape.clone(), dtype);
     let dtypes: [DType; 2] = [x.dtype, dtype];
     let mut size = vector_size(&x, half, &[DType::F32]);

@@ -25,7 +25,7 @@ fn round<X: Float, O: Float, N: Size>(
 /// `x` contiguous.
 pub(crate) fn launch<R: KernelRuntime>(x: CubeTensor<R>, to: Precision) -> CubeTensor<R> {
     let dtype = storage::<R>(to);
-    if x.dtype == dtype && (to == Precision::Full || dtype == DType::BF16) {
+    if x.dtype == dtype && left_to_round(to, dtype) == Precision::Full {
         return x;
     }
     let count = x.meta.num_elements();
