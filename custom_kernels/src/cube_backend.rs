@@ -1,6 +1,6 @@
 //! The operations on CubeCL runtimes: portable kernels, and what [`KernelRuntime`] adds on a runtime that has better.
 
-use burn::tensor::{DType, FloatDType, Tensor, TensorData, backend::Backend};
+use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use burn_cubecl::{CubeBackend, CubeElement};
 
 use crate::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, HeadScores, RotaryTable};

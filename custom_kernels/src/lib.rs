@@ -12,11 +12,12 @@ pub mod cube;
 pub mod cube_backend;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 pub mod numeric;
 pub mod ops;
 pub mod precision;
 pub mod timing;
-#[cfg(any(feature = "ndarray", feature = "flex"))]
+
 pub use backend::EvaluatorBackend;
 pub use precision::Precision;

@@ -29,6 +29,9 @@ type Server = <CudaRuntime as Runtime>::Server;
 /// Room for split reductions; what cuBLAS itself recommends on Hopper is 32 MiB, twice that covers every shape seen.
 const WORKSPACE_BYTES: usize = 64 << 20;
 
+/// `CUBLAS_OP_T`, a transposed operand, in the library's C interface.
+const OP_T: i32 = 1;
+
 /// Why cuBLASLt is not used.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum GemmError {
@@ -240,14 +243,13 @@ impl Library {
     fn plan(&mut self, key: Key) -> Result<(), GemmError> {
         use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
         use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-        use sys::cublasOperation_t::CUBLAS_OP_T;
         let Key { m, n, k, input, output } = key;
         let (input, output) = (data_type(input), data_type(output));
         let layout = |kind, rows: usize, columns: usize| {
             lt::create_matrix_layout(kind, rows as u64, columns as u64, rows as i64)
                 .map_err(|e| key.error("cublasLtMatrixLayoutCreate")(format!("{e:?}")))
         };
-        let transpose = CUBLAS_OP_T;
+        let (transpose, workspace) = (OP_T, WORKSPACE_BYTES);
         // SAFETY: attributes are passed with the address and size of a live value of the documented type.
         let plan = unsafe {
             let product =
@@ -266,7 +268,7 @@ impl Library {
             lt::set_matmul_pref_attribute(
                 preference,
                 CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                (&raw const WORKSPACE_BYTES).cast(),
+                (&raw const workspace).cast(),
                 size_of::<usize>(),
             )
             .map_err(|e| key.error("cublasLtMatmulPreferenceSetAttribute")(format!("{e:?}")))?;

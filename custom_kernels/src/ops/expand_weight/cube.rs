@@ -59,11 +59,9 @@ fn value(
         Packing::Grouped { bits } => {
             let group = n * planes.groups + k / planes.group;
             let lane = k % planes.group;
-            let mut code = 0u32;
-            if comptime!(bits == 8) {
-                code = byte(words, group * 32 + lane);
-            } else {
-                code = (byte(words, group * 32 + lane / 2) >> (4 * (lane % 2) as u32)) & 15;
+            let mut code = byte(words, group * 32 + lane / comptime!(if bits == 8 { 1usize } else { 2usize }));
+            if comptime!(bits != 8) {
+                code = (code >> (4 * (lane % 2) as u32)) & 15;
             }
             if comptime!(bits == 5) {
                 code |= ((byte(words, planes.high + group * 8 + lane / 8) >> (lane % 8) as u32) & 1) << 4;

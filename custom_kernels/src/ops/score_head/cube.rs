@@ -13,6 +13,9 @@ use crate::cube::{CubeTensor, KernelRuntime, UNITS, cubes, empty};
 /// Per row: maximum, sum of `exp(logit - maximum)`, the target's logit, then `top_k` logits, then the candidates' logits.
 pub(crate) const FIXED: usize = 3;
 
+/// No token: behind every id in the order.
+const NONE: u32 = u32::MAX;
+
 /// Whether `(a, i)` comes before `(b, j)`: larger logit first, smaller id among equals.
 #[cube]
 fn before(a: f32, i: u32, b: f32, j: u32) -> bool {
@@ -73,6 +76,7 @@ fn reduce(
     if CUBE_POS < rows {
         let row = CUBE_POS * stride;
         let lowest = f32::cast_from(f32::NEG_INFINITY);
+        let none = u32::cast_from(NONE);
         // Largest logit, in strides so that neighbours read neighbours.
         let mut top = lowest;
         let mut i = unit;
@@ -113,12 +117,12 @@ fn reduce(
         if top_k > 0 {
             let segment = public.div_ceil(comptime!(units as usize));
             let mut value = lowest;
-            let mut id = u32::MAX;
+            let mut id = none;
             for j in 0..segment {
                 let at = unit * segment + j;
                 if at < public {
                     let logit = logits[row + at];
-                    if logit > value || id == u32::MAX {
+                    if logit > value || id == none {
                         value = logit;
                         id = at as u32;
                     }
@@ -138,14 +142,14 @@ fn reduce(
                 // All units search the chosen token's segment for the one after it.
                 let owner = chosen_id as usize / segment;
                 value = lowest;
-                id = u32::MAX;
+                id = none;
                 i = unit;
                 while i < segment {
                     let at = owner * segment + i;
                     if at < public {
                         let logit = logits[row + at];
                         let after = before(chosen, chosen_id, logit, at as u32);
-                        if after && (id == u32::MAX || before(logit, at as u32, value, id)) {
+                        if after && (id == none || before(logit, at as u32, value, id)) {
                             value = logit;
                             id = at as u32;
                         }

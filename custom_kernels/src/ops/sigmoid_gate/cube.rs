@@ -18,7 +18,7 @@ pub(crate) enum Gate {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn gate<X: Float, Y: Float, O: Float, N: Size>(
+fn two_operands<X: Float, Y: Float, O: Float, N: Size>(
     x: &Array<Vector<X, N>>,
     y: &Array<Vector<Y, N>>,
     out: &mut Array<Vector<O, N>>,
@@ -47,7 +47,7 @@ pub(crate) fn launch<R: KernelRuntime>(x: CubeTensor<R>, y: CubeTensor<R>, what:
     let client = x.client.clone();
     // SAFETY: positions beyond the common number of elements do nothing.
     unsafe {
-        gate::launch_unchecked::<R>(
+        two_operands::launch_unchecked::<R>(
             &client,
             cubes(&client, (count / size).div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
