@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """What PyTorch reaches on the card that `device_bench.sh` measures: GEMM, attention, and Hugging Face's own forward pass.
 
-Run on the machine with the GPU: `python3 scripts/device_peer.py [gemm] [attention] [delta] [model]`.
+Run on the machine with the GPU: `python3 scripts/device_peer.py [gemm] [attention] [delta] [model]`; `delta` needs
+the package flash-linear-attention, with which `model` is faster too.
 Prints one Markdown table row per measurement. Random bf16 data, three warm-up runs, median of the timed runs.
 """
 
@@ -69,6 +70,20 @@ def attention():
                 print(f"| {batch} x {tokens}, {backend.name} | refused: {str(error).splitlines()[0][:80]} | |")
 
 
+def delta():
+    """flash-linear-attention's chunked gated delta rule, the kernels Hugging Face uses where they are installed."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    print("\n| gated delta rule (flash-linear-attention), 48 heads of 128 | ms |\n|---|---:|")
+    for batch, tokens in [(4, 4096), (8, 4096), (1, 16384), (1, 65536)]:
+        q, k, v = (normal(batch, tokens, 48, 128) for _ in range(3))
+        g = -torch.rand(batch, tokens, 48, device=DEVICE) * 0.1
+        beta = torch.rand(batch, tokens, 48, device=DEVICE, dtype=DTYPE)
+        with torch.inference_mode():
+            ms = median_ms(lambda: chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True), 5)
+        print(f"| {batch} x {tokens} | {ms:.3f} |", flush=True)
+
+
 def model():
     """Hugging Face's Qwen3.5 text model at the 27B geometry with a few layers; tokens/s scaled to 64 layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -100,10 +115,10 @@ def model():
 
 
 def main():
-    wanted = sys.argv[1:] or ["gemm", "attention", "model"]
+    wanted = sys.argv[1:] or ["gemm", "attention", "delta", "model"]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
     for name in wanted:
-        {"gemm": gemm, "attention": attention, "model": model}[name]()
+        {"gemm": gemm, "attention": attention, "delta": delta, "model": model}[name]()
         torch.cuda.empty_cache()
 
 
