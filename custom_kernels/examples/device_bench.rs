@@ -215,7 +215,12 @@ fn operations(device: &Device, batch: usize, tokens: usize) {
         let (x, w) = (random([batch, tokens, width], 1.0, device), matrix(out, width, device));
         let seconds = median(device, 10, || drop(B::project(x.clone(), &w, Bf16)));
         let flops = 2.0 * rows as f64 * out as f64 * width as f64;
-        line(&format!("GEMM {name}, {width} to {out}"), seconds, flops / 1e12, "TFLOP/s");
+        line(
+            &format!("GEMM {name}, {width} to {out}"),
+            seconds,
+            flops / 1e12,
+            "TFLOP/s",
+        );
     }
     let bytes = |per_token: usize| rows as f64 * per_token as f64 / 1e9;
     let w = random([HIDDEN], 0.1, device);
@@ -232,30 +237,62 @@ fn operations(device: &Device, batch: usize, tokens: usize) {
     line("sigmoid gate, 6144", seconds, bytes(6 * VALUES), "GB/s");
     let o = random([batch, tokens, DELTA.value_heads, DELTA.value_dim], 1.0, device);
     let w = random([DELTA.value_dim], 0.1, device);
-    let seconds = median(device, 10, || drop(B::gated_rms_norm(o.clone(), w.clone(), o.clone(), EPS, Bf16)));
+    let seconds = median(device, 10, || {
+        drop(B::gated_rms_norm(o.clone(), w.clone(), o.clone(), EPS, Bf16))
+    });
     line("gated RMS norm, 48 x 128", seconds, bytes(6 * VALUES), "GB/s");
     let qkv = random([batch, tokens, DELTA.channels()], 1.0, device);
     let conv = random([DELTA.channels(), 4], 0.5, device);
     let tail = random([batch, 3, DELTA.channels()], 1.0, device);
-    let seconds =
-        median(device, 10, || drop(B::causal_conv_silu(qkv.clone(), conv.clone(), tail.clone(), Bf16)));
-    line("convolution + SiLU, 10240", seconds, bytes(4 * DELTA.channels()), "GB/s");
+    let seconds = median(device, 10, || {
+        drop(B::causal_conv_silu(qkv.clone(), conv.clone(), tail.clone(), Bf16))
+    });
+    line(
+        "convolution + SiLU, 10240",
+        seconds,
+        bytes(4 * DELTA.channels()),
+        "GB/s",
+    );
     let gates = random([batch, tokens, DELTA.value_heads], 1.0, device);
     let g = gates.clone().cast(FloatDType::F32).abs().neg() * 0.1;
     let beta = burn::tensor::activation::sigmoid(gates.cast(FloatDType::F32));
     let state = Tensor::<B, 4>::zeros([batch, DELTA.value_heads, DELTA.key_dim, DELTA.value_dim], device);
     let seconds = median(device, 10, || {
-        drop(B::gated_delta_rule(qkv.clone(), g.clone(), beta.clone(), state.clone(), DELTA, Bf16));
+        drop(B::gated_delta_rule(
+            qkv.clone(),
+            g.clone(),
+            beta.clone(),
+            state.clone(),
+            DELTA,
+            Bf16,
+        ));
     });
-    line("gated delta rule, 16/48 heads", seconds, bytes(2 * (DELTA.channels() + VALUES)), "GB/s");
+    line(
+        "gated delta rule, 16/48 heads",
+        seconds,
+        bytes(2 * (DELTA.channels() + VALUES)),
+        "GB/s",
+    );
     let k = random([batch, KV_HEADS, tokens, HEAD_DIM], 1.0, device);
-    let seconds = median(device, 5, || drop(B::causal_attention(q.clone(), k.clone(), k.clone(), 0, Bf16)));
+    let seconds = median(device, 5, || {
+        drop(B::causal_attention(q.clone(), k.clone(), k.clone(), 0, Bf16))
+    });
     let flops = 2.0 * (batch * HEADS * HEAD_DIM) as f64 * (tokens as f64) * (tokens as f64 + 1.0);
-    line("attention, 24/4 heads of 256", seconds, flops / 1e12, "TFLOP/s (causal)");
+    line(
+        "attention, 24/4 heads of 256",
+        seconds,
+        flops / 1e12,
+        "TFLOP/s (causal)",
+    );
     let up = random([batch, tokens, INNER], 1.0, device);
     let (gate_w, up_w) = (matrix(INNER, HIDDEN, device), matrix(INNER, HIDDEN, device));
     let both = median(device, 5, || drop(B::swiglu(x.clone(), &gate_w, &up_w, Bf16)));
-    line("gate, up and SwiGLU", both, 4.0 * (rows * INNER * HIDDEN) as f64 / 1e12, "TFLOP/s");
+    line(
+        "gate, up and SwiGLU",
+        both,
+        4.0 * (rows * INNER * HIDDEN) as f64 / 1e12,
+        "TFLOP/s",
+    );
     drop(up);
     let half = rows / 2;
     let hidden = random([half, HIDDEN], 1.0, device);
@@ -265,7 +302,12 @@ fn operations(device: &Device, batch: usize, tokens: usize) {
         let ask = request(&targets, top_k);
         let seconds = median(device, 1, || drop(B::score_head(hidden.clone(), &head, &ask, Full)));
         let flops = 2.0 * half as f64 * VOCABULARY as f64 * HIDDEN as f64;
-        line(&format!("score head, {half} rows, top {top_k}"), seconds, flops / 1e12, "TFLOP/s");
+        line(
+            &format!("score head, {half} rows, top {top_k}"),
+            seconds,
+            flops / 1e12,
+            "TFLOP/s",
+        );
     }
 }
 
@@ -280,7 +322,14 @@ fn request(targets: &[u32], top_k: usize) -> HeadRequest<'_> {
 }
 
 /// Embedding, every layer, final norm and the head on the second half of each window.
-fn stack(device: &Device, layers: &[Layer], embedding: &Tensor<B, 2>, head: &Tensor<B, 2>, batch: usize, tokens: usize) {
+fn stack(
+    device: &Device,
+    layers: &[Layer],
+    embedding: &Tensor<B, 2>,
+    head: &Tensor<B, 2>,
+    batch: usize,
+    tokens: usize,
+) {
     let table = RotaryTable::<B>::new(&frequencies(1e7, ROTARY_DIM), 1.0, tokens, device);
     let norm = random([HIDDEN], 0.1, device);
     let ids: Vec<u32> = (0..batch * tokens).map(|i| (i * 104_729 % PUBLIC) as u32).collect();
@@ -298,7 +347,10 @@ fn stack(device: &Device, layers: &[Layer], embedding: &Tensor<B, 2>, head: &Ten
         let hidden = B::offset_rms_norm(scored, norm.clone(), EPS, Bf16).reshape([batch * half, HIDDEN]);
         host = start.elapsed().as_secs_f64();
         let scores = B::score_head(hidden, head, &ask, Full);
-        assert!(scores.logprobs.iter().all(|lp| lp.is_finite() && *lp < 0.0), "log-probabilities are finite");
+        assert!(
+            scores.logprobs.iter().all(|lp| lp.is_finite() && *lp < 0.0),
+            "log-probabilities are finite"
+        );
     };
     let first = Instant::now();
     run();
@@ -336,7 +388,10 @@ fn main() {
         let layers: Vec<Layer> = (0..LAYERS).map(|i| Layer::new(i, &device)).collect();
         let (embedding, head) = (matrix(VOCABULARY, HIDDEN, &device), matrix(VOCABULARY, HIDDEN, &device));
         sync(&device);
-        println!("\n{LAYERS} layers of random weights in {:.1} s", start.elapsed().as_secs_f64());
+        println!(
+            "\n{LAYERS} layers of random weights in {:.1} s",
+            start.elapsed().as_secs_f64()
+        );
         println!("\n| windows | layers | first s | s | host s | prefilled tokens/s | scored tokens/s |");
         println!("|---|---:|---:|---:|---:|---:|---:|");
         if asked("stack") {

@@ -96,7 +96,10 @@ where
 pub(crate) fn vector_size<R: CubeRuntime>(x: &CubeTensor<R>, width: usize, dtypes: &[DType]) -> usize {
     let narrowest = dtypes.iter().map(|t| t.size()).min().unwrap_or(4);
     let most = (16 / narrowest).min(x.client.properties().hardware.max_vector_size);
-    [8, 4, 2, 1].into_iter().find(|n| *n <= most && width % n == 0).unwrap_or(1)
+    [8, 4, 2, 1]
+        .into_iter()
+        .find(|n| *n <= most && width % n == 0)
+        .unwrap_or(1)
 }
 
 /// `count` cubes, spread over two axes where one is too short; kernels read the running `CUBE_POS`.

@@ -4,7 +4,7 @@ use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use burn_cubecl::{CubeBackend, CubeElement};
 
 use crate::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, HeadScores, RotaryTable};
-use crate::cube::{CubeTensor, KernelRuntime, contiguous, primitive, storage, tensor};
+use crate::cube::{CubeTensor, KernelRuntime, contiguous, empty, primitive, storage, tensor};
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
     expand_weight::{self, ExpandError, Packing},
@@ -28,7 +28,10 @@ where
 
     fn weight(values: Vec<f32>, shape: [usize; 2], _stored: Precision, device: &Self::Device) -> Self::Weight {
         let matrix = Tensor::<Self, 2>::from_data(TensorData::new(values, shape), device);
-        let matrix = round::cube::launch(primitive(matrix), if R::NARROW { Precision::Bf16 } else { Precision::Full });
+        let matrix = round::cube::launch(
+            primitive(matrix),
+            if R::NARROW { Precision::Bf16 } else { Precision::Full },
+        );
         tensor(matrix)
     }
 
@@ -59,7 +62,11 @@ where
 
     fn swiglu(x: Tensor<Self, 3>, gate: &Self::Weight, up: &Self::Weight, to: Precision) -> Tensor<Self, 3> {
         // Both products pass through memory in the type of the result: a bfloat16 more per element than the formula.
-        let stored = if storage::<R>(to) == DType::F32 { Precision::Full } else { to };
+        let stored = if storage::<R>(to) == DType::F32 {
+            Precision::Full
+        } else {
+            to
+        };
         let gate = linear(x.clone(), gate, None, stored);
         let up = linear(x, up, None, stored);
         tensor(gate::launch(primitive(gate), primitive(up), Gate::Swiglu, to))
@@ -71,7 +78,13 @@ where
         eps: f32,
         to: Precision,
     ) -> Tensor<Self, D> {
-        tensor(offset_rms_norm::cube::launch(primitive(x), primitive(weight), None, eps, to))
+        tensor(offset_rms_norm::cube::launch(
+            primitive(x),
+            primitive(weight),
+            None,
+            eps,
+            to,
+        ))
     }
 
     fn gated_rms_norm<const D: usize>(
@@ -82,7 +95,13 @@ where
         to: Precision,
     ) -> Tensor<Self, D> {
         let z = Some(primitive(z));
-        tensor(offset_rms_norm::cube::launch(primitive(x), primitive(weight), z, eps, to))
+        tensor(offset_rms_norm::cube::launch(
+            primitive(x),
+            primitive(weight),
+            z,
+            eps,
+            to,
+        ))
     }
 
     fn rotary(x: Tensor<Self, 4>, table: &RotaryTable<Self>, first_position: usize, to: Precision) -> Tensor<Self, 4> {
@@ -106,8 +125,7 @@ where
         a_log: Tensor<Self, 1>,
         dt_bias: Tensor<Self, 1>,
     ) -> (Tensor<Self, 3>, Tensor<Self, 3>) {
-        let (g, beta) =
-            delta_gates::cube::launch(primitive(a), primitive(b), primitive(a_log), primitive(dt_bias));
+        let (g, beta) = delta_gates::cube::launch(primitive(a), primitive(b), primitive(a_log), primitive(dt_bias));
         (tensor(g), tensor(beta))
     }
 
@@ -126,15 +144,21 @@ where
             Precision::Bf16 => R::gated_delta_rule(&qkv, &g, &beta, &state, heads),
             _ => None,
         };
-        let (out, next) =
-            special.unwrap_or_else(|| gated_delta_rule::cube::launch(qkv, g, beta, state, heads, to));
+        let (out, next) = special.unwrap_or_else(|| gated_delta_rule::cube::launch(qkv, g, beta, state, heads, to));
         (tensor(out), tensor(next))
     }
 
     fn append_rows(cache: Tensor<Self, 4>, rows: Tensor<Self, 4>, at: usize) -> Tensor<Self, 4> {
-        let cache = cache.into_primitive().tensor();
-        let cache = if cache.can_mut() && cache.is_contiguous() { cache } else { contiguous(cache.copy()) };
-        tensor(append_rows::cube::launch(cache, primitive(rows), at))
+        let (cache, rows) = (cache.into_primitive().tensor(), primitive(rows));
+        let cache = if R::NARROW && cache.dtype != rows.dtype && at == 0 {
+            // A cache takes the type of its first rows; what lies beyond them is never read.
+            empty(&cache, cache.meta.shape().clone(), rows.dtype)
+        } else if cache.can_mut() && cache.is_contiguous() {
+            cache
+        } else {
+            contiguous(cache.copy())
+        };
+        tensor(append_rows::cube::launch(cache, rows, at))
     }
 
     fn causal_attention(
@@ -156,7 +180,12 @@ where
         tensor(gate::launch(primitive(x), primitive(gate), Gate::Sigmoid, to))
     }
 
-    fn score_head(hidden: Tensor<Self, 2>, head: &Self::Weight, ask: &HeadRequest<'_>, logits: Precision) -> HeadScores {
+    fn score_head(
+        hidden: Tensor<Self, 2>,
+        head: &Self::Weight,
+        ask: &HeadRequest<'_>,
+        logits: Precision,
+    ) -> HeadScores {
         let [rows, width] = hidden.dims();
         let tile = (HEAD_TILE_ELEMENTS / head.dims()[0]).clamp(1, rows.max(1));
         // Queued for all tiles first: reading waits for the device.
@@ -178,8 +207,7 @@ where
     }
 }
 
-/// `addend + x w^T`, rounded once. A float32 `x` against a bfloat16 weight is split into two bfloat16 terms, which keeps
-/// 16 bits of it: the product's error stays that of float32 accumulation.
+/// `addend + x w^T`, rounded once. Rows in float32 meet the weight in float32, never rounded to its 16 bits.
 fn linear<R, BT>(
     x: Tensor<CubeBackend<R, f32, i32, BT>, 3>,
     weight: &CubeWeight<R, BT>,
@@ -196,16 +224,21 @@ where
         _ => DType::F32,
     };
     let (x_inner, w) = (primitive(x.clone()), primitive(weight.clone()));
-    let add = addend.clone().map(primitive).filter(|c: &CubeTensor<R>| c.dtype == dtype);
+    let add = addend
+        .clone()
+        .map(primitive)
+        .filter(|c: &CubeTensor<R>| c.dtype == dtype);
     let special = if addend.is_some() && add.is_none() {
         None
-    } else if x_inner.dtype == DType::F32 && w.dtype == DType::BF16 && dtype == DType::F32 {
-        let high = round::cube::launch(x_inner.clone(), Precision::Bf16);
-        let rest = x.clone() - tensor::<R, CubeBackend<R, f32, i32, BT>, 3>(high.clone()).cast(FloatDType::F32);
-        let low = round::cube::launch(primitive(rest), Precision::Bf16);
-        R::linear(&low, &w, add.as_ref(), dtype).and_then(|sum| R::linear(&high, &w, Some(&sum), dtype))
+    } else if x_inner.dtype == DType::F32 && dtype == DType::F32 {
+        R::linear(&x_inner, &w, add.as_ref(), dtype)
     } else {
-        let x_inner = if w.dtype == DType::BF16 { round::cube::launch(x_inner, Precision::Bf16) } else { x_inner };
+        // The product's result is rounded to 16 bits anyway.
+        let x_inner = if w.dtype == DType::BF16 {
+            round::cube::launch(x_inner, Precision::Bf16)
+        } else {
+            x_inner
+        };
         R::linear(&x_inner, &w, add.as_ref(), dtype)
     };
     match special {
@@ -219,7 +252,10 @@ where
 
 /// The elements of a small result, in order.
 fn read<R: KernelRuntime, E: CubeElement>(x: CubeTensor<R>) -> Vec<E> {
-    let bytes = x.client.read_one(x.handle.clone()).expect("the device's memory can be read");
+    let bytes = x
+        .client
+        .read_one(x.handle.clone())
+        .expect("the device's memory can be read");
     E::from_bytes(&bytes)[..x.meta.num_elements()].to_vec()
 }
 

@@ -47,7 +47,11 @@ pub(super) fn launch(q: &CudaTensor, keys: &CudaTensor, values: &CudaTensor, fir
     let kernel = CudaSource {
         entry: "attention_kernel",
         text: CudaSource::text(
-            &[("HEAD_DIM", &head_dim.to_string()), ("SCORE_TYPE", score_type), ("VALUE_TYPE", value_type)],
+            &[
+                ("HEAD_DIM", &head_dim.to_string()),
+                ("SCORE_TYPE", score_type),
+                ("VALUE_TYPE", value_type),
+            ],
             include_str!("attention.cu"),
         ),
         threads: THREADS,
@@ -57,7 +61,12 @@ pub(super) fn launch(q: &CudaTensor, keys: &CudaTensor, values: &CudaTensor, fir
     let cache_strides = [kv_heads * capacity * head_dim, capacity * head_dim, head_dim, 1];
     let query_strides = [tokens * heads * head_dim, heads * head_dim, head_dim, 1];
     let maps = vec![
-        map(q, [batch, tokens, heads, head_dim], query_strides, [1, BLOCK_M, 1, PANEL]),
+        map(
+            q,
+            [batch, tokens, heads, head_dim],
+            query_strides,
+            [1, BLOCK_M, 1, PANEL],
+        ),
         map(keys, cache, cache_strides, [1, 1, block_n, PANEL]),
         map(values, cache, cache_strides, [1, 1, block_n, PANEL]),
     ];

@@ -187,9 +187,8 @@ impl Engine {
         let library = self.library.clone();
         self.server.submit(move |server| {
             let stream = StreamId::current();
-            let mut pointer = |binding: Binding| -> Option<u64> {
-                Some(server.get_resource(binding, stream).ok()?.resource().ptr)
-            };
+            let mut pointer =
+                |binding: Binding| -> Option<u64> { Some(server.get_resource(binding, stream).ok()?.resource().ptr) };
             let addresses = (pointer(x), pointer(weight), pointer(out));
             let addend = addend.map(&mut pointer);
             let (Some(x), Some(weight), Some(out)) = addresses else {
@@ -252,9 +251,11 @@ impl Library {
         let (transpose, workspace) = (OP_T, WORKSPACE_BYTES);
         // SAFETY: attributes are passed with the address and size of a live value of the documented type.
         let plan = unsafe {
-            let product =
-                lt::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F)
-                    .map_err(|e| key.error("cublasLtMatmulDescCreate")(format!("{e:?}")))?;
+            let product = lt::create_matmul_desc(
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cudaDataType_t::CUDA_R_32F,
+            )
+            .map_err(|e| key.error("cublasLtMatmulDescCreate")(format!("{e:?}")))?;
             lt::set_matmul_desc_attribute(
                 product,
                 CUBLASLT_MATMUL_DESC_TRANSA,
@@ -263,8 +264,8 @@ impl Library {
             )
             .map_err(|e| key.error("cublasLtMatmulDescSetAttribute")(format!("{e:?}")))?;
             let (weight, x, out) = (layout(input, k, n)?, layout(input, k, m)?, layout(output, n, m)?);
-            let preference = lt::create_matmul_pref()
-                .map_err(|e| key.error("cublasLtMatmulPreferenceCreate")(format!("{e:?}")))?;
+            let preference =
+                lt::create_matmul_pref().map_err(|e| key.error("cublasLtMatmulPreferenceCreate")(format!("{e:?}")))?;
             lt::set_matmul_pref_attribute(
                 preference,
                 CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,

@@ -8,6 +8,7 @@ mod attention;
 mod delta;
 pub mod gemm;
 mod source;
+mod wide_rows;
 
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
@@ -17,20 +18,30 @@ use cubecl::cuda::{CudaDevice, CudaRuntime};
 use cudarc::driver::{result::device as driver_device, sys::CUdevice_attribute};
 
 use crate::cube::{CubeTensor, KernelRuntime};
-use crate::ops::gated_delta_rule::DeltaHeads;
+use crate::ops::{gated_delta_rule::DeltaHeads, round};
+use crate::precision::Precision;
 
 /// A tensor of the CUDA runtime.
 pub(crate) type CudaTensor = CubeTensor<CudaRuntime>;
 
 /// Hopper: `wgmma` and the bulk copy engine as the attention kernel uses them exist there only.
 const HOPPER: i32 = 9;
-/// Ampere: `mma.sync` on bfloat16 and `cp.async`, which the delta rule needs.
+/// Ampere: `mma.sync` on bfloat16 and `cp.async`, which the other kernels need.
 const AMPERE: i32 = 8;
 
 impl KernelRuntime for CudaRuntime {
     const NARROW: bool = true;
 
     fn linear(x: &CudaTensor, weight: &CudaTensor, addend: Option<&CudaTensor>, dtype: DType) -> Option<CudaTensor> {
+        if let (DType::F32, DType::BF16, None, DType::F32) = (x.dtype, weight.dtype, addend, dtype)
+            && compute_capability(&x.device) >= AMPERE
+            && let Some(y) = wide_rows::launch(x, weight)
+        {
+            return Some(y);
+        }
+        if x.dtype == DType::F32 && weight.dtype == DType::BF16 {
+            return gemm::linear(x, &round::cube::launch(weight.clone(), Precision::Full), addend, dtype);
+        }
         gemm::linear(x, weight, addend, dtype)
     }
 

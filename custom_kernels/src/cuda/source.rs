@@ -28,7 +28,10 @@ pub(super) struct CudaSource {
 impl CudaSource {
     /// The text behind `#define`s and the shared header.
     pub(super) fn text(defines: &[(&str, &str)], body: &str) -> Arc<str> {
-        let defines: String = defines.iter().map(|(name, value)| format!("#define {name} {value}\n")).collect();
+        let defines: String = defines
+            .iter()
+            .map(|(name, value)| format!("#define {name} {value}\n"))
+            .collect();
         (defines + include_str!("common.cuh") + body).into()
     }
 
@@ -82,12 +85,14 @@ impl CubeTask<CudaCompiler> for CudaSource {
             options: Default::default(),
         };
         let mut representation = compiler.compile(empty, options, mode, address)?;
-        representation.body.shared_memories.push(SharedMemory::new_array(
-            0,
-            Item::scalar(Elem::U8, true),
-            self.shared_bytes,
-            SHARED_ALIGNMENT,
-        ));
+        if self.shared_bytes > 0 {
+            representation.body.shared_memories.push(SharedMemory::new_array(
+                0,
+                Item::scalar(Elem::U8, true),
+                self.shared_bytes,
+                SHARED_ALIGNMENT,
+            ));
+        }
         Ok(CompiledKernel {
             entrypoint_name: self.entry.into(),
             debug_name: Some(self.entry),

@@ -24,7 +24,8 @@ fn append<X: Float, C: Float, N: Size>(
         let head = row % heads;
         let token = (row / heads) % tokens;
         let batch = row / (heads * tokens);
-        cache[((batch * heads + head) * capacity + at + token) * head_dim + feature] = Vector::cast_from(rows[ABSOLUTE_POS]);
+        cache[((batch * heads + head) * capacity + at + token) * head_dim + feature] =
+            Vector::cast_from(rows[ABSOLUTE_POS]);
     }
 }
 

@@ -29,9 +29,17 @@ fn gather<X: Float, O: Float, N: Size>(
 ///
 /// # Panics
 /// When an id is not a row: the gather reads unchecked.
-pub(crate) fn launch<R: KernelRuntime>(table: CubeTensor<R>, ids: &[u32], batch: usize, to: Precision) -> CubeTensor<R> {
+pub(crate) fn launch<R: KernelRuntime>(
+    table: CubeTensor<R>,
+    ids: &[u32],
+    batch: usize,
+    to: Precision,
+) -> CubeTensor<R> {
     let (rows, width) = (table.meta.shape()[0], table.meta.shape()[1]);
-    assert!(ids.iter().all(|&id| (id as usize) < rows), "token id beyond the {rows} rows of the table");
+    assert!(
+        ids.iter().all(|&id| (id as usize) < rows),
+        "token id beyond the {rows} rows of the table"
+    );
     let out = empty(&table, [batch, ids.len() / batch, width], storage::<R>(to));
     let dtypes: [DType; 2] = [table.dtype, out.dtype];
     let size = vector_size(&table, width, &dtypes);

@@ -59,7 +59,10 @@ fn value(
         Packing::Grouped { bits } => {
             let group = n * planes.groups + k / planes.group;
             let lane = k % planes.group;
-            let mut code = byte(words, group * 32 + lane / comptime!(if bits == 8 { 1usize } else { 2usize }));
+            let mut code = byte(
+                words,
+                group * 32 + lane / comptime!(if bits == 8 { 1usize } else { 2usize }),
+            );
             if comptime!(bits != 8) {
                 code = (code >> (4 * (lane % 2) as u32)) & 15;
             }
@@ -130,7 +133,10 @@ pub(crate) fn launch<R: KernelRuntime>(
     dtype: DType,
 ) -> Result<CubeTensor<R>, ExpandError> {
     let planes = validate(packing, rows, columns, bytes)?;
-    assert!(4 * packed.meta.num_elements() >= bytes, "packed words shorter than their {bytes} bytes");
+    assert!(
+        4 * packed.meta.num_elements() >= bytes,
+        "packed words shorter than their {bytes} bytes"
+    );
     let out = empty(packed, [rows, columns], dtype);
     let size = vector_size(packed, columns, &[dtype]);
     let vectors = rows * columns / size;

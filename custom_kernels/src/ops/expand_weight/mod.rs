@@ -102,7 +102,9 @@ impl Packing {
     pub fn planes(self, rows: usize, columns: usize) -> Result<Planes, ExpandError> {
         let too_large = ExpandError::TooLarge { rows, columns };
         // Every product below is at most 8 bytes per padded element.
-        let padded = columns.checked_next_multiple_of(TILE).and_then(|c| c.checked_mul(rows.max(1)));
+        let padded = columns
+            .checked_next_multiple_of(TILE)
+            .and_then(|c| c.checked_mul(rows.max(1)));
         if padded.and_then(|n| n.checked_mul(8)).is_none() {
             return Err(too_large);
         }
@@ -207,7 +209,11 @@ pub fn reference(bytes: &[u8], packing: Packing, rows: usize, columns: usize) ->
                 _ => 0,
             };
             let code = i32::from(code) | i32::from(high) << 4;
-            let signed = if code >> (bits - 1) == 1 { code - (1 << bits) } else { code };
+            let signed = if code >> (bits - 1) == 1 {
+                code - (1 << bits)
+            } else {
+                code
+            };
             f16::from_bits(word(planes.scales + 2 * group)).to_f32() * signed as f32
         }
         Packing::Nvfp4 => {
@@ -219,7 +225,10 @@ pub fn reference(bytes: &[u8], packing: Packing, rows: usize, columns: usize) ->
             e4m3(bytes[n * columns + k]) * float(planes.scales + 4 * (n / TILE * planes.groups + k / TILE))
         }
     };
-    Ok((0..rows).flat_map(|n| (0..columns).map(move |k| (n, k))).map(|(n, k)| value(n, k)).collect())
+    Ok((0..rows)
+        .flat_map(|n| (0..columns).map(move |k| (n, k)))
+        .map(|(n, k)| value(n, k))
+        .collect())
 }
 
 /// Sign, two exponent bits, one mantissa bit.
@@ -257,11 +266,20 @@ mod tests {
         };
         assert_eq!(row(4, &[0xc7, 0x90], &[], 0x3800), (260, vec![3.5, -2.0, 0.0, -3.5]));
         let (size, values) = row(5, &[0x8f, 0x11], &[0x0a], 0x3377);
-        assert_eq!((size, values), (516, vec![3.499_145_5, -1.866_210_9, 0.233_276_37, -3.499_145_5]));
+        assert_eq!(
+            (size, values),
+            (516, vec![3.499_145_5, -1.866_210_9, 0.233_276_37, -3.499_145_5])
+        );
         let (size, values) = row(6, &[0x1f, 0x12], &[0x8d], 0x2f3a);
-        assert_eq!((size, values), (516, vec![3.500_366_2, -1.693_725_6, 0.225_830_08, -3.500_366_2]));
+        assert_eq!(
+            (size, values),
+            (516, vec![3.500_366_2, -1.693_725_6, 0.225_830_08, -3.500_366_2])
+        );
         let (size, values) = row(8, &[0x7f, 0xc0, 0x09, 0x81], &[], 0x270e);
-        assert_eq!((size, values), (264, vec![3.499_786_4, -1.763_671_9, 0.248_016_36, -3.499_786_4]));
+        assert_eq!(
+            (size, values),
+            (264, vec![3.499_786_4, -1.763_671_9, 0.248_016_36, -3.499_786_4])
+        );
     }
 
     #[test]
@@ -284,7 +302,10 @@ mod tests {
     #[test]
     fn sizes_are_those_of_the_container() {
         let size = |bits, n, k| Packing::Grouped { bits }.planes(n, k).unwrap().bytes;
-        assert_eq!((size(5, 2, 130), size(4, 7168, 5120), size(5, 7168, 5120)), (528, 19_496_960, 24_084_480));
+        assert_eq!(
+            (size(5, 2, 130), size(4, 7168, 5120), size(5, 7168, 5120)),
+            (528, 19_496_960, 24_084_480)
+        );
         assert_eq!(Packing::Fp8Row.planes(3, 5).unwrap().bytes, 262);
         assert_eq!(Packing::Fp8Tile.planes(130, 200).unwrap().bytes, 26_128);
     }
@@ -294,7 +315,13 @@ mod tests {
         let error = reference(&[0; 7], Packing::Fp8Row, 3, 5).unwrap_err();
         assert_eq!(error.to_string(), "Fp8Row matrix of 3 x 5 holds 7 bytes, expected 262");
         assert!(matches!(Packing::Nvfp4.planes(100, 64), Err(ExpandError::Shape { .. })));
-        assert!(matches!(Packing::Grouped { bits: 3 }.planes(1, 1), Err(ExpandError::Bits(3))));
-        assert!(matches!(Packing::Fp8Row.planes(usize::MAX, 2), Err(ExpandError::TooLarge { .. })));
+        assert!(matches!(
+            Packing::Grouped { bits: 3 }.planes(1, 1),
+            Err(ExpandError::Bits(3))
+        ));
+        assert!(matches!(
+            Packing::Fp8Row.planes(usize::MAX, 2),
+            Err(ExpandError::TooLarge { .. })
+        ));
     }
 }

@@ -93,7 +93,11 @@ pub(crate) fn launch<R: KernelRuntime>(
     to: Precision,
 ) -> (CubeTensor<R>, CubeTensor<R>) {
     let (batch, tokens) = (qkv.meta.shape()[0], qkv.meta.shape()[1]);
-    let out = empty(&qkv, [batch, tokens, heads.value_heads, heads.value_dim], storage::<R>(to));
+    let out = empty(
+        &qkv,
+        [batch, tokens, heads.value_heads, heads.value_dim],
+        storage::<R>(to),
+    );
     let next = empty(&qkv, state.meta.shape().clone(), DType::F32);
     let dtypes: [DType; 2] = [qkv.dtype, out.dtype];
     let count = batch * heads.value_heads;

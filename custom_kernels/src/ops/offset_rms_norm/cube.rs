@@ -4,8 +4,8 @@ use burn::tensor::DType;
 use cubecl::prelude::*;
 
 use crate::cube::{
-    CubeTensor, KernelRuntime, UNITS, address_type, cubes, empty, left_to_round, planes, rounded, row_sum, sigmoid, storage,
-    vector_size,
+    CubeTensor, KernelRuntime, UNITS, address_type, cubes, empty, left_to_round, planes, rounded, row_sum, sigmoid,
+    storage, vector_size,
 };
 use crate::precision::Precision;
 

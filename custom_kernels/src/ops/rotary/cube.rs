@@ -57,7 +57,11 @@ pub(crate) fn launch<R: KernelRuntime>(
 ) -> CubeTensor<R> {
     let shape = x.meta.shape().clone();
     let (tokens, heads, head_dim, half) = (shape[1], shape[2], shape[3], cos.meta.shape()[1]);
-    let dtype = if x.dtype == storage::<R>(to) { x.dtype } else { DType::F32 };
+    let dtype = if x.dtype == storage::<R>(to) {
+        x.dtype
+    } else {
+        DType::F32
+    };
     let out = empty(&x, shape.clone(), dtype);
     let dtypes: [DType; 2] = [x.dtype, dtype];
     let mut size = vector_size(&x, half, &[DType::F32]);
