@@ -13,8 +13,11 @@ use crate::ops::{
 };
 use crate::precision::Precision;
 
-/// Logits held at once: 128 Mi float32 values, 512 MiB, about 540 rows of a 248,320-row head, enough for a full-speed product.
-const HEAD_TILE_ELEMENTS: usize = 1 << 27;
+/// Logits held at once on a card: 1 GiB of float32, about 1,080 rows of a 248,320-row head, enough for a full-speed product.
+const HEAD_TILE_ELEMENTS: usize = 1 << 28;
+
+/// The same where one buffer may be limited to 128 MiB, as Vulkan guarantees no more.
+const SMALL_HEAD_TILE_ELEMENTS: usize = 1 << 24;
 
 /// A matrix `[out, in]` on the device, bfloat16 where the runtime stores it, else float32.
 pub type CubeWeight<R, BT> = Tensor<CubeBackend<R, f32, i32, BT>, 2>;
@@ -187,7 +190,8 @@ where
         logits: Precision,
     ) -> HeadScores {
         let [rows, width] = hidden.dims();
-        let tile = (HEAD_TILE_ELEMENTS / head.dims()[0]).clamp(1, rows.max(1));
+        let elements = if R::NARROW { HEAD_TILE_ELEMENTS } else { SMALL_HEAD_TILE_ELEMENTS };
+        let tile = (elements / head.dims()[0]).clamp(1, rows.max(1));
         // Queued for all tiles first: reading waits for the device.
         let reduced: Vec<_> = (0..rows)
             .step_by(tile)

@@ -48,34 +48,14 @@ extern "C" __global__ void __launch_bounds__(64 * GROUP)
     const bf16 *q_head = q + info.q_offset + (u64)batch * info.tokens * info.q_stride + key_head * DK;
     const bf16 *k_head = k + info.k_offset + (u64)batch * info.tokens * info.k_stride + key_head * DK;
 
-    // Rows and their norms: 16 threads of 8 elements per row.
+    // All reads from memory at once: rows of q and k, then this thread's gate and write strength.
     for (int i = tid; i < CHUNK * 16; i += THREADS) {
         const int r = i / 16, c = i % 16;
-        uint4 a = make_uint4(0, 0, 0, 0), b = a;
-        if (r < valid) {
-            a = *(const uint4 *)(q_head + (u64)(token0 + r) * info.q_stride + c * 8);
-            b = *(const uint4 *)(k_head + (u64)(token0 + r) * info.k_stride + c * 8);
-        }
-        *(uint4 *)(sq + r * ROW + c * 8) = a;
-        *(uint4 *)(sk + r * ROW + c * 8) = b;
-        float sa2 = 0.f, sb2 = 0.f;
-        const u32 wa[4] = {a.x, a.y, a.z, a.w}, wb[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 x = unpack(wa[j]), y = unpack(wb[j]);
-            sa2 += x.x * x.x + x.y * x.y;
-            sb2 += y.x * y.x + y.y * y.y;
-        }
-#pragma unroll
-        for (int m = 8; m > 0; m /= 2) {
-            sa2 += __shfl_xor_sync(0xffffffff, sa2, m);
-            sb2 += __shfl_xor_sync(0xffffffff, sb2, m);
-        }
-        if (c == 0) {
-            norm_q[r] = rsqrtf(sa2 + NORM_EPS) * rsqrtf((float)DK);
-            norm_k[r] = rsqrtf(sb2 + NORM_EPS);
-        }
+        const u64 at = token0 + min(r, valid - 1);
+        copy16(smem_address(sq + r * ROW + c * 8), q_head + at * info.q_stride + c * 8, r < valid);
+        copy16(smem_address(sk + r * ROW + c * 8), k_head + at * info.k_stride + c * 8, r < valid);
     }
+    copy_commit();
     const int h = tid / 64, col = tid % 64; // this thread's value head of the group and column of T
     const u32 value_head = key_head * GROUP + h;
     {
@@ -92,7 +72,30 @@ extern "C" __global__ void __launch_bounds__(64 * GROUP)
         sum_g[h][col] = x;
         sb[h][col] = b;
     }
+    copy_wait<0>();
     __syncthreads();
+    // Row norms: 16 threads of 8 elements per row.
+    for (int i = tid; i < CHUNK * 16; i += THREADS) {
+        const int r = i / 16, c = i % 16;
+        const uint4 a = *(const uint4 *)(sq + r * ROW + c * 8), b = *(const uint4 *)(sk + r * ROW + c * 8);
+        float squares_q = 0.f, squares_k = 0.f;
+        const u32 wa[4] = {a.x, a.y, a.z, a.w}, wb[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 x = unpack(wa[j]), y = unpack(wb[j]);
+            squares_q += x.x * x.x + x.y * x.y;
+            squares_k += y.x * y.x + y.y * y.y;
+        }
+#pragma unroll
+        for (int m = 8; m > 0; m /= 2) {
+            squares_q += __shfl_xor_sync(0xffffffff, squares_q, m);
+            squares_k += __shfl_xor_sync(0xffffffff, squares_k, m);
+        }
+        if (c == 0) {
+            norm_q[r] = rsqrtf(squares_q + NORM_EPS) * rsqrtf((float)DK);
+            norm_k[r] = rsqrtf(squares_k + NORM_EPS);
+        }
+    }
     if (col >= 32) sum_g[h][col] += sum_g[h][31];
     // Products k k^T and q k^T: 8 tasks of 16 rows.
     for (int task = warp; task < 8; task += WARPS) {
