@@ -1,0 +1,18 @@
+//! Any Vulkan device through CubeCL's portable kernels, software rendering included; float32 storage.
+
+use burn::backend::Vulkan;
+use burn::backend::wgpu::WgpuDevice;
+
+use crate::scorer::{ModelError, Scorer, ScorerOptions, WindowScorer};
+use crate::source::TextSource;
+
+/// Loads the model of `source` onto the device that the Vulkan loader puts first.
+///
+/// # Errors
+/// See [`ModelError`].
+pub fn load(source: &dyn TextSource, options: &ScorerOptions) -> Result<Box<dyn Scorer>, ModelError> {
+    let device = WgpuDevice::DefaultDevice;
+    Ok(Box::new(WindowScorer::<Vulkan<f32, i32, u8>>::load(
+        source, options, &device,
+    )?))
+}

@@ -1,0 +1,176 @@
+//! The forward pass on a GPU against the CPU's: the demo model on the golden texts, reruns, batches and passes.
+//!
+//! `--features vulkan` runs on any Vulkan device, software rendering included; `--features cuda` needs a card.
+#![cfg(any(feature = "cuda", feature = "vulkan"))]
+
+mod forward_common;
+
+use forward_common::{checkpoint, data, json, sliding};
+use perplexity_model::backends;
+use perplexity_model::route::Route;
+use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Scores, Window};
+use perplexity_model::source::TextSource;
+use tokenizers::Tokenizer;
+
+type Load = fn(&dyn TextSource, &ScorerOptions) -> Result<Box<dyn Scorer>, ModelError>;
+
+fn devices() -> Vec<(&'static str, Load)> {
+    vec![
+        #[cfg(feature = "cuda")]
+        (
+            "cuda",
+            (|source, options| backends::cuda::load(source, options, 0)) as Load,
+        ),
+        #[cfg(feature = "vulkan")]
+        (
+            "vulkan",
+            (|source, options| backends::vulkan::load(source, options)) as Load,
+        ),
+    ]
+}
+
+/// The devices whose name the variable `DEVICE_TESTS` gives; all without it.
+fn asked_devices() -> Vec<(&'static str, Load)> {
+    let asked = std::env::var("DEVICE_TESTS").ok();
+    let wanted = |name: &str| asked.as_deref().is_none_or(|asked| asked == name);
+    devices().into_iter().filter(|(name, _)| wanted(name)).collect()
+}
+
+fn golden_windows(limit: usize) -> Vec<(String, Vec<Window>)> {
+    let golden = json("demo_golden/golden.json");
+    let tokenizer = Tokenizer::from_file(data("demo_hf/tokenizer.json")).unwrap();
+    let streams = golden["streams"].as_array().unwrap();
+    streams
+        .iter()
+        .map(|stream| {
+            let file = stream["file"].as_str().unwrap();
+            let text = std::fs::read_to_string(data("demo_golden").join(file)).unwrap();
+            let ids = tokenizer.encode(text, false).unwrap().get_ids().to_vec();
+            (file.to_owned(), sliding(&ids[..ids.len().min(limit)], 1024, 512))
+        })
+        .collect()
+}
+
+fn options() -> ScorerOptions {
+    let golden = json("demo_golden/golden.json");
+    ScorerOptions::new(golden["valid_rows"].as_u64().unwrap() as usize)
+}
+
+fn perplexity(scores: &[Scores]) -> f64 {
+    let all = || scores.iter().flat_map(|scores| &scores.logprobs);
+    (-all().map(|&lp| f64::from(lp)).sum::<f64>() / all().count() as f64).exp()
+}
+
+/// How many tokens of each text a device scores: software rendering is slow.
+fn tokens_for(device: &str) -> usize {
+    if device == "vulkan" { 150 } else { usize::MAX }
+}
+
+#[test]
+fn perplexities_are_the_cpus() {
+    let source = checkpoint("demo_hf");
+    for (name, load) in asked_devices() {
+        for route in [Route::Exact, Route::Normal] {
+            let options = ScorerOptions { route, ..options() };
+            let mut here = load(&source, &options).unwrap();
+            let mut there = backends::flex::load(&source, &options).unwrap();
+            for (file, windows) in golden_windows(tokens_for(name)) {
+                let ask = Ask {
+                    top_k: 5,
+                    ..Ask::default()
+                };
+                let (got, want) = (
+                    here.score(&windows, &ask).unwrap(),
+                    there.score(&windows, &ask).unwrap(),
+                );
+                let relative = perplexity(&got) / perplexity(&want) - 1.0;
+                let pairs = || got.iter().zip(&want);
+                let count = pairs().map(|(a, _)| a.logprobs.len()).sum::<usize>();
+                let distance = pairs()
+                    .flat_map(|(a, b)| a.logprobs.iter().zip(&b.logprobs))
+                    .map(|(a, b)| f64::from((a - b).abs()))
+                    .sum::<f64>()
+                    / count as f64;
+                let same_top = pairs()
+                    .flat_map(|(a, b)| a.top_ids.chunks(5).zip(b.top_ids.chunks(5)))
+                    .filter(|(a, b)| a[0] == b[0])
+                    .count() as f64
+                    / count as f64;
+                println!(
+                    "{name} {:6} {file}: {:.6}, {relative:+.2e} from the CPU, mean |d log-prob| {distance:.2e}, same top {same_top:.4}",
+                    route.name(),
+                    perplexity(&got)
+                );
+                assert!(relative.abs() < 1e-3, "{name} {} {file}: {relative:e}", route.name());
+                assert!(
+                    distance < 2e-2,
+                    "{name} {} {file}: mean distance {distance:e}",
+                    route.name()
+                );
+                assert!(same_top > 0.97, "{name} {} {file}: same top {same_top}", route.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn reruns_and_batches_give_the_same_bits() {
+    let source = checkpoint("demo_hf");
+    for (name, load) in asked_devices() {
+        let tokens = tokens_for(name).min(700);
+        let windows: Vec<Window> = golden_windows(tokens).into_iter().map(|(_, w)| w[0].clone()).collect();
+        let ask = Ask {
+            top_k: 3,
+            candidates_per_position: 2,
+            candidates: windows
+                .iter()
+                .map(|w| (0..2 * w.positions() as u32).map(|i| i % 997).collect())
+                .collect(),
+        };
+        let score = |batch: usize| {
+            load(&source, &ScorerOptions { batch, ..options() })
+                .unwrap()
+                .score(&windows, &ask)
+                .unwrap()
+        };
+        let alone = score(1);
+        assert_eq!(alone, score(1), "{name}: a second run");
+        let together = score(4);
+        let difference = alone
+            .iter()
+            .zip(&together)
+            .flat_map(|(a, b)| a.logprobs.iter().zip(&b.logprobs))
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max);
+        println!("{name}: largest difference between one window and four at a time {difference:e}");
+        // The library may reduce products of another height in another order: a step of bfloat16 now and then.
+        assert!(difference < 0.3, "{name}: batches differ by {difference}");
+    }
+}
+
+#[test]
+fn passes_continue_where_the_last_one_ended() {
+    let source = checkpoint("demo_hf");
+    for (name, load) in asked_devices() {
+        let windows = vec![golden_windows(tokens_for(name).min(600))[1].1[0].clone()];
+        let score = |prefill_chunk: usize| {
+            let options = ScorerOptions {
+                prefill_chunk,
+                route: Route::Exact,
+                ..options()
+            };
+            load(&source, &options)
+                .unwrap()
+                .score(&windows, &Ask::default())
+                .unwrap()
+        };
+        let whole = perplexity(&score(4096));
+        for chunk in [48, 64, 100] {
+            let relative = perplexity(&score(chunk)) / whole - 1.0;
+            assert!(
+                relative.abs() < 1e-4,
+                "{name}: passes of {chunk} tokens change the perplexity by {relative:e}"
+            );
+        }
+    }
+}
