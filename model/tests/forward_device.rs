@@ -67,6 +67,34 @@ fn tokens_for(device: &str) -> usize {
 }
 
 #[test]
+fn golden_texts_have_hugging_faces_perplexities() {
+    let golden = json("demo_golden/golden.json");
+    let source = checkpoint("demo_hf");
+    for (name, load) in asked_devices().into_iter().filter(|(name, _)| *name != "vulkan") {
+        for (route, key, tolerance) in [(Route::Exact, "f32_ppl", 1e-3), (Route::Normal, "bf16_ppl", 4e-3)] {
+            let mut scorer = load(&source, &ScorerOptions { route, ..options() }).unwrap();
+            for ((file, windows), stream) in golden_windows(usize::MAX)
+                .iter()
+                .zip(golden["streams"].as_array().unwrap())
+            {
+                let got = perplexity(&scorer.score(windows, &Ask::default()).unwrap());
+                let relative = got / stream[key].as_f64().unwrap() - 1.0;
+                println!(
+                    "{name} {:6} {file}: {got:.6}, {relative:+.2e} from Hugging Face",
+                    route.name()
+                );
+                assert!(
+                    relative.abs() < tolerance,
+                    "{name} {} {file}: {relative:e}",
+                    route.name()
+                );
+            }
+        }
+    }
+}
+
+#[cfg(feature = "flex")]
+#[test]
 fn perplexities_are_the_cpus() {
     let source = checkpoint("demo_hf");
     for (name, load) in asked_devices() {
