@@ -11,6 +11,7 @@ use perplexity_kernels::ops::rotary::frequencies;
 use perplexity_kernels::precision::Precision::{Bf16, Full};
 
 type B = Cuda<f32, i32>;
+type Weight = <B as EvaluatorBackend>::Weight;
 type Device = <B as burn::tensor::backend::BackendTypes>::Device;
 
 const HIDDEN: usize = 5120;
@@ -37,8 +38,8 @@ fn random<const D: usize>(shape: [usize; D], std: f64, device: &Device) -> Tenso
     Tensor::random(shape, Distribution::Uniform(-bound, bound), device).cast(FloatDType::BF16)
 }
 
-fn matrix(out: usize, width: usize, device: &Device) -> Tensor<B, 2> {
-    random([out, width], 1.0 / (width as f64).sqrt(), device)
+fn matrix(out: usize, width: usize, device: &Device) -> Weight {
+    random([out, width], 1.0 / (width as f64).sqrt(), device).into()
 }
 
 fn sync(device: &Device) {
@@ -65,31 +66,31 @@ fn median(device: &Device, repeat: usize, mut run: impl FnMut()) -> f64 {
 
 struct Mlp {
     norm: Tensor<B, 1>,
-    gate: Tensor<B, 2>,
-    up: Tensor<B, 2>,
-    down: Tensor<B, 2>,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
 }
 
 enum Mixer {
     Attention {
-        q: Tensor<B, 2>,
-        gate: Tensor<B, 2>,
-        k: Tensor<B, 2>,
-        v: Tensor<B, 2>,
+        q: Weight,
+        gate: Weight,
+        k: Weight,
+        v: Weight,
         q_norm: Tensor<B, 1>,
         k_norm: Tensor<B, 1>,
-        out: Tensor<B, 2>,
+        out: Weight,
     },
     Delta {
-        qkv: Tensor<B, 2>,
-        z: Tensor<B, 2>,
-        a: Tensor<B, 2>,
-        b: Tensor<B, 2>,
+        qkv: Weight,
+        z: Weight,
+        a: Weight,
+        b: Weight,
         conv: Tensor<B, 2>,
         a_log: Tensor<B, 1>,
         dt_bias: Tensor<B, 1>,
         norm: Tensor<B, 1>,
-        out: Tensor<B, 2>,
+        out: Weight,
     },
 }
 
@@ -152,9 +153,8 @@ impl Layer {
                 k_norm,
                 out,
             } => {
-                let heads = |w: &Tensor<B, 2>, count: usize| {
-                    B::project(h.clone(), w, Bf16).reshape([batch, tokens, count, HEAD_DIM])
-                };
+                let heads =
+                    |w: &Weight, count: usize| B::project(h.clone(), w, Bf16).reshape([batch, tokens, count, HEAD_DIM]);
                 let (q, gate) = (heads(q, HEADS), heads(gate, HEADS));
                 let (k, v) = (heads(k, KV_HEADS), heads(v, KV_HEADS));
                 let q = B::rotary(B::offset_rms_norm(q, q_norm.clone(), EPS, Bf16), table, 0, Bf16);
@@ -322,14 +322,7 @@ fn request(targets: &[u32], top_k: usize) -> HeadRequest<'_> {
 }
 
 /// Embedding, every layer, final norm and the head on the second half of each window.
-fn stack(
-    device: &Device,
-    layers: &[Layer],
-    embedding: &Tensor<B, 2>,
-    head: &Tensor<B, 2>,
-    batch: usize,
-    tokens: usize,
-) {
+fn stack(device: &Device, layers: &[Layer], embedding: &Weight, head: &Weight, batch: usize, tokens: usize) {
     let table = RotaryTable::<B>::new(&frequencies(1e7, ROTARY_DIM), 1.0, tokens, device);
     let norm = random([HIDDEN], 0.1, device);
     let ids: Vec<u32> = (0..batch * tokens).map(|i| (i * 104_729 % PUBLIC) as u32).collect();

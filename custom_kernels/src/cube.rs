@@ -33,6 +33,17 @@ pub trait KernelRuntime: CubeRuntime {
         None
     }
 
+    /// `addend + x w^T` of E4M3 codes with a float32 scale per row of either operand, each `(codes, scales)`; `shape` is
+    /// the weight's `[out, in]`, the result bfloat16.
+    fn linear_e4m3(
+        _x: (&CubeTensor<Self>, &CubeTensor<Self>),
+        _weight: (&CubeTensor<Self>, &CubeTensor<Self>),
+        _shape: [usize; 2],
+        _addend: Option<&CubeTensor<Self>>,
+    ) -> Option<CubeTensor<Self>> {
+        None
+    }
+
     /// As [`crate::EvaluatorBackend::causal_attention`], result observable in bfloat16.
     fn causal_attention(
         _q: &CubeTensor<Self>,
@@ -141,14 +152,23 @@ pub(crate) fn rounded<N: Size>(x: Vector<f32, N>, #[comptime] to: Precision) -> 
             select_many(x.is_nan(), x, Vector::<f32, N>::reinterpret(up))
         }
         Precision::F16 => {
-            // Normal halves drop 13 bits; below 2^-14 the step is 2^-24, what adding and taking away 0.5 leaves.
+            // Normal halves drop 13 bits; below 2^-14 values are multiples of 2^-24, counted in integers so that no
+            // compiler can simplify the rounding away.
             let bits = Vector::<u32, N>::reinterpret(x);
             let sign = bits & Vector::new(0x8000_0000u32);
             let size = bits & Vector::new(0x7fff_ffffu32);
             let odd = (size >> Vector::new(13u32)) & Vector::new(1u32);
             let up = (size + Vector::new(0xfffu32) + odd) & Vector::new(0xffff_e000u32);
-            let half = Vector::new(0.5f32);
-            let tiny = Vector::<u32, N>::reinterpret((Vector::<f32, N>::reinterpret(size) + half) - half);
+            let steps = Vector::<f32, N>::reinterpret(size) * Vector::new(16_777_216.0f32);
+            let steps = select_many(size.less_than(Vector::new(0x3880_0000u32)), steps, Vector::new(0.0f32));
+            let whole = Vector::<u32, N>::cast_from(steps);
+            let rest = steps - Vector::<f32, N>::cast_from(whole);
+            let half = Vector::<f32, N>::new(0.5f32);
+            let one = Vector::<u32, N>::new(1u32);
+            let tie = select_many(rest.equal(half), whole & one, Vector::new(0u32));
+            let whole = whole + select_many(rest.greater_than(half), one, tie);
+            let tiny = Vector::<f32, N>::cast_from(whole) / Vector::new(16_777_216.0f32);
+            let tiny = Vector::<u32, N>::reinterpret(tiny);
             let value = select_many(size.less_than(Vector::new(0x3880_0000u32)), tiny, up);
             let infinite = value.greater_equal(Vector::new(0x4780_0000u32));
             let value = select_many(infinite, Vector::new(0x7f80_0000u32), value);
@@ -161,7 +181,7 @@ pub(crate) fn rounded<N: Size>(x: Vector<f32, N>, #[comptime] to: Precision) -> 
 #[cube]
 pub(crate) fn sigmoid<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let one = Vector::new(1.0f32);
-    one / (one + (-x).exp())
+    one / (one + (Vector::new(0.0f32) - x).exp())
 }
 
 /// Sum of `value` over the `lanes` consecutive units of a row, a power of two; every unit of the row gets it. All `units`

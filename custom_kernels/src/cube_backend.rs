@@ -1,6 +1,6 @@
 //! The operations on CubeCL runtimes: portable kernels, and what [`KernelRuntime`] adds on a runtime that has better.
 
-use burn::tensor::{DType, FloatDType, Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 use burn_cubecl::{CubeBackend, CubeElement};
 
 use crate::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, HeadScores, RotaryTable};
@@ -8,7 +8,7 @@ use crate::cube::{CubeTensor, KernelRuntime, contiguous, empty, primitive, stora
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
     expand_weight::{self, ExpandError, Packing},
-    gated_delta_rule, offset_rms_norm, project, rotary, round, score_head,
+    gated_delta_rule, offset_rms_norm, project, quantize_rows, rotary, round, score_head,
     sigmoid_gate::cube::{self as gate, Gate},
 };
 use crate::precision::Precision;
@@ -19,27 +19,112 @@ const HEAD_TILE_ELEMENTS: usize = 1 << 28;
 /// The same where one buffer may be limited to 128 MiB, as Vulkan guarantees no more.
 const SMALL_HEAD_TILE_ELEMENTS: usize = 1 << 24;
 
-/// A matrix `[out, in]` on the device, bfloat16 where the runtime stores it, else float32.
-pub type CubeWeight<R, BT> = Tensor<CubeBackend<R, f32, i32, BT>, 2>;
+/// A matrix `[out, in]` on the device.
+#[derive(Debug, Clone)]
+pub enum CubeWeight<R: KernelRuntime> {
+    /// Values, bfloat16 where the runtime stores it, else float32.
+    Dense(CubeTensor<R>),
+    /// Codes as an artifact stores them, expanded into a scratch tensor for each use.
+    Packed(PackedWeight<R>),
+}
+
+/// Stored codes of a matrix.
+#[derive(Debug, Clone)]
+pub struct PackedWeight<R: KernelRuntime> {
+    words: CubeTensor<R>,
+    bytes: usize,
+    packing: Packing,
+    shape: [usize; 2],
+    /// Float32 scales of an FP8 matrix whose inputs may be 8-bit too.
+    row_scales: Option<CubeTensor<R>>,
+}
+
+/// The type of dense weights.
+fn dense_type<R: KernelRuntime>() -> DType {
+    if R::NARROW { DType::BF16 } else { DType::F32 }
+}
+
+impl<R: KernelRuntime> CubeWeight<R> {
+    /// Uploads the `bytes` of a packed matrix. With `eight_bit_inputs` the rows that meet an FP8 matrix may be rounded to
+    /// 8 bits where the runtime multiplies those.
+    ///
+    /// # Errors
+    /// When `bytes` is not a matrix of this packing and shape.
+    pub fn packed(
+        bytes: &[u8],
+        packing: Packing,
+        shape: [usize; 2],
+        eight_bit_inputs: bool,
+        device: &R::Device,
+    ) -> Result<Self, ExpandError> {
+        let planes = expand_weight::validate(packing, shape[0], shape[1], bytes.len())?;
+        let client = R::client(device);
+        let upload = |data: &[u8], elements: usize, dtype: DType| {
+            let handle = client.create_from_slice(data);
+            CubeTensor::new_contiguous(client.clone(), device.clone(), [elements].into(), handle, dtype)
+        };
+        let mut words = bytes.to_vec();
+        words.resize(bytes.len().next_multiple_of(4), 0);
+        let row_scales = (eight_bit_inputs && packing == Packing::Fp8Row && R::NARROW).then(|| {
+            let halves = bytes[planes.scales..].as_chunks::<2>().0;
+            let scales: Vec<f32> = halves.iter().map(|h| half::bf16::from_le_bytes(*h).to_f32()).collect();
+            upload(bytemuck::cast_slice(&scales), scales.len(), DType::F32)
+        });
+        Ok(Self::Packed(PackedWeight {
+            words: upload(&words, words.len() / 4, DType::U32),
+            bytes: bytes.len(),
+            packing,
+            shape,
+            row_scales,
+        }))
+    }
+
+    /// `[out, in]`.
+    pub fn shape(&self) -> [usize; 2] {
+        match self {
+            Self::Dense(matrix) => [matrix.meta.shape()[0], matrix.meta.shape()[1]],
+            Self::Packed(packed) => packed.shape,
+        }
+    }
+
+    /// The values, contiguous.
+    fn values(&self) -> CubeTensor<R> {
+        match self {
+            Self::Dense(matrix) => contiguous(matrix.clone()),
+            Self::Packed(PackedWeight {
+                words,
+                bytes,
+                packing,
+                shape: [rows, columns],
+                ..
+            }) => expand_weight::cube::launch(words, *bytes, *packing, *rows, *columns, dense_type::<R>())
+                .expect("checked when it was uploaded"),
+        }
+    }
+}
+
+impl<R: KernelRuntime, BT: burn_cubecl::element::BoolElement> From<Tensor<CubeBackend<R, f32, i32, BT>, 2>>
+    for CubeWeight<R>
+{
+    fn from(matrix: Tensor<CubeBackend<R, f32, i32, BT>, 2>) -> Self {
+        let to = if R::NARROW { Precision::Bf16 } else { Precision::Full };
+        Self::Dense(round::cube::launch(primitive(matrix), to))
+    }
+}
 
 impl<R, BT> EvaluatorBackend for CubeBackend<R, f32, i32, BT>
 where
     R: KernelRuntime,
     BT: burn_cubecl::element::BoolElement,
 {
-    type Weight = CubeWeight<R, BT>;
+    type Weight = CubeWeight<R>;
 
     fn weight(values: Vec<f32>, shape: [usize; 2], _stored: Precision, device: &Self::Device) -> Self::Weight {
-        let matrix = Tensor::<Self, 2>::from_data(TensorData::new(values, shape), device);
-        let matrix = round::cube::launch(
-            primitive(matrix),
-            if R::NARROW { Precision::Bf16 } else { Precision::Full },
-        );
-        tensor(matrix)
+        Tensor::<Self, 2>::from_data(TensorData::new(values, shape), device).into()
     }
 
     fn dense(weight: &Self::Weight) -> Tensor<Self, 2> {
-        weight.clone()
+        tensor(weight.values())
     }
 
     fn round<const D: usize>(x: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {
@@ -47,7 +132,7 @@ where
     }
 
     fn embed_tokens(table: &Self::Weight, ids: &[u32], batch: usize, to: Precision) -> Tensor<Self, 3> {
-        tensor(embed_tokens::cube::launch(primitive(table.clone()), ids, batch, to))
+        tensor(embed_tokens::cube::launch(table.values(), ids, batch, to))
     }
 
     fn project(x: Tensor<Self, 3>, weight: &Self::Weight, to: Precision) -> Tensor<Self, 3> {
@@ -190,8 +275,12 @@ where
         logits: Precision,
     ) -> HeadScores {
         let [rows, width] = hidden.dims();
-        let elements = if R::NARROW { HEAD_TILE_ELEMENTS } else { SMALL_HEAD_TILE_ELEMENTS };
-        let tile = (elements / head.dims()[0]).clamp(1, rows.max(1));
+        let elements = if R::NARROW {
+            HEAD_TILE_ELEMENTS
+        } else {
+            SMALL_HEAD_TILE_ELEMENTS
+        };
+        let tile = (elements / head.shape()[0]).clamp(1, rows.max(1));
         // Queued for all tiles first: reading waits for the device.
         let reduced: Vec<_> = (0..rows)
             .step_by(tile)
@@ -214,7 +303,7 @@ where
 /// `addend + x w^T`, rounded once. Rows in float32 meet the weight in float32, never rounded to its 16 bits.
 fn linear<R, BT>(
     x: Tensor<CubeBackend<R, f32, i32, BT>, 3>,
-    weight: &CubeWeight<R, BT>,
+    weight: &CubeWeight<R>,
     addend: Option<Tensor<CubeBackend<R, f32, i32, BT>, 3>>,
     to: Precision,
 ) -> Tensor<CubeBackend<R, f32, i32, BT>, 3>
@@ -222,34 +311,45 @@ where
     R: KernelRuntime,
     BT: burn_cubecl::element::BoolElement,
 {
+    let [batch, tokens, width] = x.dims();
+    let [outputs, _] = weight.shape();
     // Products come in bfloat16 or float32; halves are rounded from the latter.
     let dtype = match storage::<R>(to) {
         DType::BF16 => DType::BF16,
         _ => DType::F32,
     };
-    let (x_inner, w) = (primitive(x.clone()), primitive(weight.clone()));
-    let add = addend
-        .clone()
-        .map(primitive)
-        .filter(|c: &CubeTensor<R>| c.dtype == dtype);
-    let special = if addend.is_some() && add.is_none() {
+    let rows = primitive(x.clone());
+    let add = addend.clone().map(primitive);
+    let addable = add.as_ref().is_none_or(|c: &CubeTensor<R>| c.dtype == dtype);
+    if let CubeWeight::Packed(packed) = weight
+        && let (Some(scales), DType::BF16, DType::BF16, true) = (&packed.row_scales, rows.dtype, dtype, addable)
+    {
+        let (codes, row_scales) = quantize_rows::cube::launch(&rows, width);
+        let weight = (&packed.words, scales);
+        if let Some(y) = R::linear_e4m3((&codes, &row_scales), weight, packed.shape, add.as_ref()) {
+            return tensor::<R, _, 2>(y).reshape([batch, tokens, outputs]);
+        }
+    }
+    let values = weight.values();
+    let product = if !addable {
         None
-    } else if x_inner.dtype == DType::F32 && dtype == DType::F32 {
-        R::linear(&x_inner, &w, add.as_ref(), dtype)
+    } else if rows.dtype == DType::F32 && dtype == DType::F32 {
+        R::linear(&rows, &values, add.as_ref(), dtype)
     } else {
         // The product's result is rounded to 16 bits anyway.
-        let x_inner = if w.dtype == DType::BF16 {
-            round::cube::launch(x_inner, Precision::Bf16)
+        let narrow = values.dtype == DType::BF16;
+        let rows = if narrow {
+            round::cube::launch(rows, Precision::Bf16)
         } else {
-            x_inner
+            rows
         };
-        R::linear(&x_inner, &w, add.as_ref(), dtype)
+        R::linear(&rows, &values, add.as_ref(), dtype)
     };
-    match special {
+    match product {
         Some(y) => tensor(round::cube::launch(y, to)),
         None => match addend {
-            Some(residual) => project::reference_add(residual, x, weight.clone(), to),
-            None => project::reference(x, weight.clone(), to),
+            Some(residual) => project::reference_add(residual, x, tensor(values), to),
+            None => project::reference(x, tensor(values), to),
         },
     }
 }
@@ -275,27 +375,4 @@ fn push(scores: &mut HeadScores, values: &[f32], ids: &[u32], ask: &HeadRequest<
         scores.top_ids.extend(&ids[row * ask.top_k..][..ask.top_k]);
         scores.candidate_logprobs.extend(candidates.iter().map(logprob));
     }
-}
-
-/// Uploads the `bytes` of a packed matrix and expands them on the device, to bfloat16 where the runtime stores it.
-///
-/// # Errors
-/// When `bytes` is not a matrix of this packing and shape.
-pub fn expand_weight<R, BT>(
-    bytes: &[u8],
-    packing: Packing,
-    shape: [usize; 2],
-    device: &R::Device,
-) -> Result<CubeWeight<R, BT>, ExpandError>
-where
-    R: KernelRuntime,
-    BT: burn_cubecl::element::BoolElement,
-{
-    let mut words = bytes.to_vec();
-    words.resize(bytes.len().next_multiple_of(4), 0);
-    let client = R::client(device);
-    let handle = client.create_from_slice(&words);
-    let packed = CubeTensor::new_contiguous(client, device.clone(), [words.len() / 4].into(), handle, DType::U32);
-    let dtype = if R::NARROW { DType::BF16 } else { DType::F32 };
-    expand_weight::cube::launch(&packed, bytes.len(), packing, shape[0], shape[1], dtype).map(tensor)
 }

@@ -10,7 +10,8 @@ use perplexity_kernels::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, Rot
 use perplexity_kernels::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
     expand_weight::{self, Packing},
-    gated_delta_rule, gated_rms_norm, offset_rms_norm, project, rotary, score_head, sigmoid_gate, swiglu,
+    gated_delta_rule, gated_rms_norm, offset_rms_norm, project, quantize_rows, rotary, score_head, sigmoid_gate,
+    swiglu,
 };
 use perplexity_kernels::precision::Precision::{self, Bf16, F16, Full};
 
@@ -374,7 +375,14 @@ fn cache<B: EvaluatorBackend>() {
 }
 
 fn products<B: EvaluatorBackend>() {
-    for (rows, width, out) in [(1, 8, 3), (63, 64, 65), (65, 200, 40), (70, 192, 48), (129, 512, 96), (300, 256, 1000)] {
+    for (rows, width, out) in [
+        (1, 8, 3),
+        (63, 64, 65),
+        (65, 200, 40),
+        (70, 192, 48),
+        (129, 512, 96),
+        (300, 256, 1000),
+    ] {
         let (x, w) = (random(24, 2 * rows * width, 1.0), random(25, out * width, 0.1));
         let (up, residual) = (random(26, out * width, 0.1), random(27, 2 * rows * out, 1.0));
         let (shape, out_shape) = ([2, rows, width], [2, rows, out]);
@@ -506,16 +514,80 @@ fn expansion<B: EvaluatorBackend>(expand: impl Fn(&[u8], Packing, [usize; 2]) ->
     }
 }
 
+/// Where the runtime multiplies 8-bit codes, against the same product of the rows' own codes; elsewhere of the rows.
+fn eight_bit_products<B: EvaluatorBackend>(upload: impl Fn(&[u8], [usize; 2]) -> B::Weight) {
+    for (rows, width, outputs) in [(1, 64, 32), (65, 192, 48), (300, 512, 256)] {
+        let packing = Packing::Fp8Row;
+        let planes = packing.planes(outputs, width).expect("a legal shape");
+        let mut bytes: Vec<u8> = random(32, planes.bytes, 1e9)
+            .iter()
+            .map(|x| (x.to_bits() >> 16) as u8 & 0xbf)
+            .collect();
+        for row in 0..outputs {
+            let scale = half::bf16::from_f32(0.01 + 0.001 * row as f32).to_le_bytes();
+            bytes[planes.scales + 2 * row..][..2].copy_from_slice(&scale);
+        }
+        let weight = upload(&bytes, [outputs, width]);
+        let dense = expand_weight::reference(&bytes, packing, outputs, width).expect("a legal matrix");
+        let x = random(33, rows * width, 2.0);
+        let residual = random(34, rows * outputs, 3.0);
+        let (codes, scales) = quantize_rows::reference(&x, width);
+        let rounded: Vec<f32> = codes
+            .iter()
+            .enumerate()
+            .map(|(i, &code)| expand_weight::e4m3(code) * scales[i / width])
+            .collect();
+        let (shape, out_shape) = ([1, rows, width], [1, rows, outputs]);
+        let product = |x: &[f32]| {
+            let weight = on::<Reference, 2>(&dense, [outputs, width]);
+            values(project::reference_add::<Reference>(
+                on(&residual, out_shape),
+                on(x, shape),
+                weight,
+                Bf16,
+            ))
+        };
+        poison::<B>(rows * outputs);
+        let actual = values(B::project_add(
+            narrow(&residual, out_shape),
+            narrow::<B, 3>(&x, shape),
+            &weight,
+            Bf16,
+        ));
+        let what = format!("8-bit product of {rows} x {width} by {outputs}");
+        let distance = |expected: &[f32]| -> f64 {
+            let pairs = actual.iter().zip(expected);
+            pairs.map(|(a, e)| f64::from((a - e).abs())).sum::<f64>() / actual.len() as f64
+        };
+        let (with_codes, with_rows) = (product(&rounded), product(&x));
+        if distance(&with_codes) < distance(&with_rows) {
+            assert_close(&what, &actual, &with_codes, 3e-3);
+        } else {
+            assert_close(&what, &actual, &with_rows, 3e-3);
+        }
+    }
+}
+
 /// One test per kernel on one backend.
 macro_rules! suite {
     ($name:ident, $backend:ty, [$($test:ident),*]) => {
         mod $name {
-            use perplexity_kernels::cube_backend::expand_weight;
+            use perplexity_kernels::backend::EvaluatorBackend;
+            use perplexity_kernels::cube_backend::CubeWeight;
 
             #[test]
             fn expansion() {
                 super::expansion::<$backend>(|bytes, packing, shape| {
-                    expand_weight(bytes, packing, shape, &Default::default()).expect("a legal matrix")
+                    let weight = CubeWeight::packed(bytes, packing, shape, false, &Default::default());
+                    <$backend>::dense(&weight.expect("a legal matrix"))
+                });
+            }
+
+            #[test]
+            fn eight_bit_products() {
+                super::eight_bit_products::<$backend>(|bytes, shape| {
+                    let packing = super::Packing::Fp8Row;
+                    CubeWeight::packed(bytes, packing, shape, true, &Default::default()).expect("a legal matrix")
                 });
             }
 

@@ -20,6 +20,9 @@ use cubecl::server::{Binding, ComputeServer};
 use cubecl::stream_id::StreamId;
 use cudarc::cublaslt::{result as lt, sys};
 use cudarc::driver::{result as driver, sys as cuda};
+use sys::cublasLtMatmulDescAttributes_t::{
+    CUBLASLT_MATMUL_DESC_A_SCALE_POINTER as A_SCALE_POINTER, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER as B_SCALE_POINTER,
+};
 
 use super::CudaTensor;
 use crate::cube::empty;
@@ -31,6 +34,21 @@ const WORKSPACE_BYTES: usize = 64 << 20;
 
 /// `CUBLAS_OP_T`, a transposed operand, in the library's C interface.
 const OP_T: i32 = 1;
+/// `CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F`: one float32 per row of an operand.
+const SCALE_PER_ROW: i32 = 3;
+
+/// Sets an attribute of a product to the bytes of `value`.
+///
+/// # Safety
+/// `T` must be the attribute's documented type.
+unsafe fn set<T>(
+    product: sys::cublasLtMatmulDesc_t,
+    attribute: sys::cublasLtMatmulDescAttributes_t,
+    value: &T,
+) -> Result<(), cudarc::cublaslt::result::CublasError> {
+    // SAFETY: the address and size of a live value of the type the caller vouches for.
+    unsafe { lt::set_matmul_desc_attribute(product, attribute, (&raw const *value).cast(), size_of::<T>()) }
+}
 
 /// Why cuBLASLt is not used.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -87,8 +105,92 @@ pub(super) fn linear(
         input: x.dtype,
         output: dtype,
     };
-    engine.submit(key, x, weight, addend, &out).ok()?;
+    engine.submit(key, Operands::new(x, weight, addend, &out, None)).ok()?;
     Some(out)
+}
+
+/// `addend + x w^T` of E4M3 codes, each row of either operand times its float32 scale.
+///
+/// `x` `m` rows of codes, `weight` `shape` = `[n, k]`, scales `[m]` and `[n]`, `addend` `[m, n]` bfloat16; all contiguous.
+/// `None` when this cuBLASLt or card has no such product.
+pub(super) fn linear_e4m3(
+    x: (&CudaTensor, &CudaTensor),
+    weight: (&CudaTensor, &CudaTensor),
+    shape: [usize; 2],
+    addend: Option<&CudaTensor>,
+) -> Option<CudaTensor> {
+    let engine = engine(&x.0.device).ok()?;
+    let ([n, k], m) = (shape, x.1.meta.num_elements());
+    // 16-byte rows are what the 8-bit kernels ask for.
+    if m == 0 || k % 16 != 0 || n % 16 != 0 || addend.is_some_and(|c| c.dtype != DType::BF16) {
+        return None;
+    }
+    let out = empty(x.0, [m, n], DType::BF16);
+    let key = Key {
+        m,
+        n,
+        k,
+        input: DType::U8,
+        output: DType::BF16,
+    };
+    engine
+        .submit(key, Operands::new(x.0, weight.0, addend, &out, Some((x.1, weight.1))))
+        .ok()?;
+    Some(out)
+}
+
+/// The buffers of one product, bound before it is queued so that their memory lives until it has been.
+struct Operands {
+    x: Binding,
+    weight: Binding,
+    addend: Option<Binding>,
+    out: Binding,
+    /// Row scales of `x` and of the weight.
+    scales: Option<(Binding, Binding)>,
+}
+
+impl Operands {
+    fn new(
+        x: &CudaTensor,
+        weight: &CudaTensor,
+        addend: Option<&CudaTensor>,
+        out: &CudaTensor,
+        scales: Option<(&CudaTensor, &CudaTensor)>,
+    ) -> Self {
+        let binding = |t: &CudaTensor| t.handle.clone().binding();
+        Self {
+            x: binding(x),
+            weight: binding(weight),
+            addend: addend.map(binding),
+            out: binding(out),
+            scales: scales.map(|(x, w)| (binding(x), binding(w))),
+        }
+    }
+
+    /// Device addresses, asked for on the server thread.
+    fn addresses(self, server: &mut Server) -> Addresses {
+        let stream = StreamId::current();
+        let mut address = |binding: Binding| -> u64 {
+            // What is bound cannot have been freed; losing it means the device itself is lost.
+            let resource = server.get_resource(binding, stream).expect("a bound buffer exists");
+            resource.resource().ptr
+        };
+        Addresses {
+            x: address(self.x),
+            weight: address(self.weight),
+            addend: self.addend.map(&mut address),
+            out: address(self.out),
+            scales: self.scales.map(|(x, w)| (address(x), address(w))),
+        }
+    }
+}
+
+struct Addresses {
+    x: u64,
+    weight: u64,
+    addend: Option<u64>,
+    out: u64,
+    scales: Option<(u64, u64)>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -168,35 +270,18 @@ impl Engine {
     }
 
     /// Queues the product; the first of its shape waits for the choice of an algorithm, so that a refusal is known here.
-    fn submit(
-        &self,
-        key: Key,
-        x: &CudaTensor,
-        weight: &CudaTensor,
-        addend: Option<&CudaTensor>,
-        out: &CudaTensor,
-    ) -> Result<(), GemmError> {
+    fn submit(&self, key: Key, operands: Operands) -> Result<(), GemmError> {
         if !lock(&self.library).plans.contains_key(&key) {
             let library = self.library.clone();
             self.server
                 .submit_blocking(move |_| lock(&library).plan(key))
                 .map_err(|error| key.error("planning")(format!("{error:?}")))??;
         }
-        let binding = |t: &CudaTensor| t.handle.clone().binding();
-        let (x, weight, addend, out) = (binding(x), binding(weight), addend.map(binding), binding(out));
         let library = self.library.clone();
         self.server.submit(move |server| {
-            let stream = StreamId::current();
-            let mut pointer =
-                |binding: Binding| -> Option<u64> { Some(server.get_resource(binding, stream).ok()?.resource().ptr) };
-            let addresses = (pointer(x), pointer(weight), pointer(out));
-            let addend = addend.map(&mut pointer);
-            let (Some(x), Some(weight), Some(out)) = addresses else {
-                panic!("a buffer of a queued product is gone");
-            };
-            let addend = addend.map(|c| c.expect("a buffer of a queued product is gone"));
+            let addresses = operands.addresses(server);
             // What fails here fails for the whole device; CubeCL reports a panic of its server on the next synchronisation.
-            if let Err(error) = lock(&library).run(key, x, weight, addend, out) {
+            if let Err(error) = lock(&library).run(key, &addresses) {
                 panic!("{error}");
             }
         });
@@ -240,7 +325,9 @@ impl Library {
     }
 
     fn plan(&mut self, key: Key) -> Result<(), GemmError> {
-        use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+        use sys::cublasLtMatmulDescAttributes_t::{
+            CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_DESC_TRANSA,
+        };
         use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         let Key { m, n, k, input, output } = key;
         let (input, output) = (data_type(input), data_type(output));
@@ -248,7 +335,7 @@ impl Library {
             lt::create_matrix_layout(kind, rows as u64, columns as u64, rows as i64)
                 .map_err(|e| key.error("cublasLtMatrixLayoutCreate")(format!("{e:?}")))
         };
-        let (transpose, workspace) = (OP_T, WORKSPACE_BYTES);
+        let workspace = WORKSPACE_BYTES;
         // SAFETY: attributes are passed with the address and size of a live value of the documented type.
         let plan = unsafe {
             let product = lt::create_matmul_desc(
@@ -256,13 +343,15 @@ impl Library {
                 sys::cudaDataType_t::CUDA_R_32F,
             )
             .map_err(|e| key.error("cublasLtMatmulDescCreate")(format!("{e:?}")))?;
-            lt::set_matmul_desc_attribute(
-                product,
-                CUBLASLT_MATMUL_DESC_TRANSA,
-                (&raw const transpose).cast(),
-                size_of_val(&transpose),
-            )
-            .map_err(|e| key.error("cublasLtMatmulDescSetAttribute")(format!("{e:?}")))?;
+            let described = set(product, CUBLASLT_MATMUL_DESC_TRANSA, &OP_T).and_then(|()| match key.input {
+                DType::U8 => set(product, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &SCALE_PER_ROW)
+                    .and_then(|()| set(product, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &SCALE_PER_ROW))
+                    // The choice of an algorithm wants to see addresses; each run sets its own.
+                    .and_then(|()| set(product, A_SCALE_POINTER, &self.workspace))
+                    .and_then(|()| set(product, B_SCALE_POINTER, &self.workspace)),
+                _ => Ok(()),
+            });
+            described.map_err(|e| key.error("cublasLtMatmulDescSetAttribute")(format!("{e:?}")))?;
             let (weight, x, out) = (layout(input, k, n)?, layout(input, k, m)?, layout(output, n, m)?);
             let preference =
                 lt::create_matmul_pref().map_err(|e| key.error("cublasLtMatmulPreferenceCreate")(format!("{e:?}")))?;
@@ -289,14 +378,20 @@ impl Library {
         Ok(())
     }
 
-    fn run(&mut self, key: Key, x: u64, weight: u64, addend: Option<u64>, out: u64) -> Result<(), GemmError> {
+    fn run(&mut self, key: Key, at: &Addresses) -> Result<(), GemmError> {
         let Some(plan) = self.plans.get(&key) else {
             return Err(key.error("looking up the plan")("it was never made".into()));
         };
         let alpha = 1.0f32;
-        let beta = if addend.is_some() { 1.0f32 } else { 0.0f32 };
+        let beta = if at.addend.is_some() { 1.0f32 } else { 0.0f32 };
         // SAFETY: pointers and layouts belong to live tensors of the planned shape; events and streams to this context.
         unsafe {
+            if let Some((x, weight)) = at.scales {
+                for (attribute, address) in [(A_SCALE_POINTER, weight), (B_SCALE_POINTER, x)] {
+                    set(plan.product, attribute, &address)
+                        .map_err(|e| key.error("cublasLtMatmulDescSetAttribute")(format!("{e:?}")))?;
+                }
+            }
             cuda::cuCtxRecordEvent(self.context, self.before)
                 .result()
                 .and_then(|()| cuda::cuStreamWaitEvent(self.stream, self.before, 0).result())
@@ -306,13 +401,13 @@ impl Library {
                 plan.product,
                 (&raw const alpha).cast::<c_void>(),
                 (&raw const beta).cast::<c_void>(),
-                weight as *const c_void,
+                at.weight as *const c_void,
                 plan.weight,
-                x as *const c_void,
+                at.x as *const c_void,
                 plan.x,
-                addend.unwrap_or(out) as *const c_void,
+                at.addend.unwrap_or(at.out) as *const c_void,
                 plan.out,
-                out as *mut c_void,
+                at.out as *mut c_void,
                 plan.out,
                 &plan.algorithm,
                 self.workspace as *mut c_void,
@@ -331,6 +426,7 @@ impl Library {
 fn data_type(dtype: DType) -> sys::cudaDataType_t {
     match dtype {
         DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+        DType::U8 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
         _ => sys::cudaDataType_t::CUDA_R_32F,
     }
 }

@@ -45,6 +45,15 @@ impl KernelRuntime for CudaRuntime {
         gemm::linear(x, weight, addend, dtype)
     }
 
+    fn linear_e4m3(
+        x: (&CudaTensor, &CudaTensor),
+        weight: (&CudaTensor, &CudaTensor),
+        shape: [usize; 2],
+        addend: Option<&CudaTensor>,
+    ) -> Option<CudaTensor> {
+        gemm::linear_e4m3(x, weight, shape, addend)
+    }
+
     fn causal_attention(
         q: &CudaTensor,
         keys: &CudaTensor,

@@ -10,6 +10,7 @@ pub mod gated_delta_rule;
 pub mod gated_rms_norm;
 pub mod offset_rms_norm;
 pub mod project;
+pub mod quantize_rows;
 pub mod rotary;
 pub mod round;
 pub mod score_head;

@@ -13,6 +13,9 @@ use crate::precision::Precision;
 /// Units of a cube and keys of a tile.
 const TILE: u32 = 64;
 
+/// Score of a key that is not visible: finite, as not every runtime can write an infinity.
+const LOWEST: f32 = f32::MIN;
+
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn attention<Q: Float, C: Float, O: Float>(
     q: &Array<Q>,
@@ -54,7 +57,7 @@ fn attention<Q: Float, C: Float, O: Float>(
         for i in 0..owned {
             output[i] = 0.0f32;
         }
-        let lowest = f32::cast_from(f32::NEG_INFINITY);
+        let lowest = f32::cast_from(LOWEST);
         let mut m = lowest;
         let mut l = 0.0f32;
         let visible = first_position + token + 1;

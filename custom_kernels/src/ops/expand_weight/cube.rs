@@ -102,13 +102,13 @@ fn expand<O: Float, N: Size>(
     words: &Array<u32>,
     out: &mut Array<Vector<O, N>>,
     vectors: usize,
+    per_row: usize,
     #[comptime] packing: Packing,
     #[comptime] planes: Planes,
     #[comptime] columns: usize,
     #[define(O)] _dtype: StorageType,
 ) {
     if ABSOLUTE_POS < vectors {
-        let per_row = comptime!(columns / N::value());
         let n = ABSOLUTE_POS / per_row;
         let k = (ABSOLUTE_POS % per_row) * N::value();
         let mut result = Vector::<f32, N>::new(0.0f32);
@@ -152,6 +152,7 @@ pub(crate) fn launch<R: KernelRuntime>(
             packed.clone().into_array_arg(),
             out.clone().into_array_arg(),
             vectors,
+            columns / size,
             packing,
             planes,
             columns,

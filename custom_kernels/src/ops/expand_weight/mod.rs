@@ -238,7 +238,7 @@ fn e2m1(code: u8) -> f32 {
 }
 
 /// Sign, four exponent bits of bias 7, three mantissa bits; no infinity, one NaN.
-fn e4m3(code: u8) -> f32 {
+pub fn e4m3(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let size = match (exponent, code & 7) {
         (15, 7) => f32::NAN,

@@ -9,7 +9,7 @@ use crate::cube::{
 };
 use crate::precision::Precision;
 
-/// Rows of `width` vectors: `x * rsqrt(mean(x^2) + eps)`, times `1 + w`, or times `w * SiLU(z)` when `gated`.
+/// Rows of `elements` in `width` vectors: `x * rsqrt(mean(x^2) + eps)`, times `1 + w`, or times `w * SiLU(z)` when `gated`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn rms_norm<X: Float, W: Float, Z: Float, O: Float, N: Size>(
     x: &Array<Vector<X, N>>,
@@ -17,6 +17,7 @@ fn rms_norm<X: Float, W: Float, Z: Float, O: Float, N: Size>(
     z: &Array<Vector<Z, N>>,
     out: &mut Array<Vector<O, N>>,
     rows: usize,
+    elements: u32,
     eps: f32,
     #[comptime] width: usize,
     #[comptime] lanes: u32,
@@ -48,7 +49,7 @@ fn rms_norm<X: Float, W: Float, Z: Float, O: Float, N: Size>(
         sum += squares[i];
     }
     let sum = row_sum(sum, lanes, UNITS, planes);
-    let mean = sum / f32::cast_from(comptime!(width * N::value()));
+    let mean = sum / f32::cast_from(elements);
     let scale = Vector::<f32, N>::new(1.0f32 / f32::sqrt(mean + eps));
     #[unroll]
     for i in 0..steps {
@@ -99,6 +100,7 @@ pub(crate) fn launch<R: KernelRuntime>(
             z.into_array_arg(),
             out.clone().into_array_arg(),
             rows,
+            width as u32,
             eps,
             vectors,
             lanes,

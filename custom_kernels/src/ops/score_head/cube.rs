@@ -13,6 +13,9 @@ use crate::cube::{CubeTensor, KernelRuntime, UNITS, cubes, empty};
 /// Per row: maximum, sum of `exp(logit - maximum)`, the target's logit, then `top_k` logits, then the candidates' logits.
 pub(crate) const FIXED: usize = 3;
 
+/// Below every logit; finite, as not every runtime can write an infinity.
+const LOWEST: f32 = f32::MIN;
+
 /// No token: behind every id in the order.
 const NONE: u32 = u32::MAX;
 
@@ -75,7 +78,7 @@ fn reduce(
     let mut next_id = SharedMemory::<u32>::new(comptime!(units as usize));
     if CUBE_POS < rows {
         let row = CUBE_POS * stride;
-        let lowest = f32::cast_from(f32::NEG_INFINITY);
+        let lowest = f32::cast_from(LOWEST);
         let none = u32::cast_from(NONE);
         // Largest logit, in strides so that neighbours read neighbours.
         let mut top = lowest;
