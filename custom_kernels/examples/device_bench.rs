@@ -5,7 +5,7 @@
 use std::time::Instant;
 
 use burn::backend::Cuda;
-use burn::tensor::{Distribution, FloatDType, Tensor, backend::Backend};
+use burn::tensor::{DType, Distribution, FloatDType, Tensor, backend::Backend};
 use perplexity_kernels::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, RotaryTable};
 use perplexity_kernels::ops::rotary::frequencies;
 use perplexity_kernels::precision::Precision::{Bf16, Full};
@@ -35,7 +35,7 @@ const VALUES: usize = 48 * 128;
 /// Uniform values of standard deviation `std`, bfloat16.
 fn random<const D: usize>(shape: [usize; D], std: f64, device: &Device) -> Tensor<B, D> {
     let bound = std * 3f64.sqrt();
-    Tensor::random(shape, Distribution::Uniform(-bound, bound), device).cast(FloatDType::BF16)
+    Tensor::<B, D>::random(shape, Distribution::Uniform(-bound, bound), device).cast(FloatDType::BF16)
 }
 
 fn matrix(out: usize, width: usize, device: &Device) -> Weight {
@@ -159,7 +159,7 @@ impl Layer {
                 let (k, v) = (heads(k, KV_HEADS), heads(v, KV_HEADS));
                 let q = B::rotary(B::offset_rms_norm(q, q_norm.clone(), EPS, Bf16), table, 0, Bf16);
                 let k = B::rotary(B::offset_rms_norm(k, k_norm.clone(), EPS, Bf16), table, 0, Bf16);
-                let cache = || Tensor::<B, 4>::empty([batch, KV_HEADS, tokens, HEAD_DIM], (&device, FloatDType::BF16));
+                let cache = || Tensor::<B, 4>::empty([batch, KV_HEADS, tokens, HEAD_DIM], (&device, DType::BF16));
                 let keys = B::append_rows(cache(), k, 0);
                 let values = B::append_rows(cache(), v, 0);
                 let o = B::causal_attention(q, keys, values, 0, Bf16);
@@ -181,7 +181,7 @@ impl Layer {
                 let z = B::project(h.clone(), z, Bf16).reshape([batch, tokens, DELTA.value_heads, DELTA.value_dim]);
                 let (a, b) = (B::project(h.clone(), a, Full), B::project(h, b, Full));
                 let (g, beta) = B::delta_gates(a, b, a_log.clone(), dt_bias.clone());
-                let tail = Tensor::<B, 3>::zeros([batch, 3, DELTA.channels()], (&device, FloatDType::BF16));
+                let tail = Tensor::<B, 3>::zeros([batch, 3, DELTA.channels()], (&device, DType::BF16));
                 let (qkv, _) = B::causal_conv_silu(qkv, conv.clone(), tail, Bf16);
                 let state = Tensor::zeros([batch, DELTA.value_heads, DELTA.key_dim, DELTA.value_dim], &device);
                 let (o, _) = B::gated_delta_rule(qkv, g, beta, state, DELTA, Bf16);

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int a = 0; a < ACCS; a++)
 #pragma unroll
         for (int i = 0; i < ACC_N / 2; i++) o[a][i] = 0.f;
-    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f}, correction[2];
+    float top[2] = {NO_SCORE, NO_SCORE}, sum[2] = {0.f, 0.f}, correction[2];
     float s[BLOCK_N / 2];
     u32 p[BLOCK_N / 16][4];
 
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; i++) {
                 const int key = key0 + (i / 4) * 8 + (lane % 4) * 2 + i % 2;
-                if (key > position + ((i / 2) % 2) * 8 || key >= (int)info.keys) s[i] = -INFINITY;
+                if (key > position + ((i / 2) % 2) * 8 || key >= (int)info.keys) s[i] = NO_SCORE;
             }
         }
 #pragma unroll
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if ((i / 2) % 2 == r) m = fmaxf(m, s[i]);
             m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
             m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
-            const float shift = m == -INFINITY ? 0.f : m * scale; // a row without any key yet
+            const float shift = m == NO_SCORE ? 0.f : m * scale; // a row without any key yet
             correction[r] = exp2_approx(top[r] * scale - shift);
             top[r] = m;
             float l = 0.f;

@@ -6,6 +6,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef __nv_bfloat16 bf16;
 
+// Minus infinity, which NVRTC has no name for.
+#define NO_SCORE __int_as_float(0xff800000)
+
 // The 128 opaque bytes of a CUtensorMap, passed by value.
 struct alignas(64) TensorMap {
     u64 words[16];
