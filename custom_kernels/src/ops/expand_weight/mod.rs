@@ -132,7 +132,7 @@ impl Packing {
                 }
             }
             Packing::Nvfp4 => {
-                if rows % 128 != 0 || columns % 64 != 0 {
+                if !rows.is_multiple_of(128) || !columns.is_multiple_of(64) {
                     return Err(ExpandError::Shape { rows, columns });
                 }
                 let scales = aligned(rows * columns / 2);
