@@ -63,7 +63,7 @@ impl Default for Options {
 
 impl Options {
     /// Checks everything that needs neither model nor tokenizer: combinations of options, and the headers of the files to
-    /// compare with. [`evaluate`] checks it again.
+    /// compare with. [`evaluate`](super::evaluate) checks it again.
     ///
     /// # Errors
     /// When options exclude one another or a reference is refused.
