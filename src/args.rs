@@ -4,7 +4,8 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueHint};
+use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
+use perplexity_eval::shard::Shard;
 
 use crate::log::Level;
 use crate::unbuilt::Unbuilt;
@@ -28,6 +29,8 @@ Examples:
           a Hugging Face checkpoint on one file, in back-to-back windows
   burn-perplexity convert ./Qwen3.5-0.8B model.ninfer --recipe q8
           make an artifact
+  burn-perplexity q8.ninfer --text notes.txt --kv-dtype k=fp8,v=nvfp4 --kl-reference reference.bin
+          what a KV-cache format costs, against a recorded run
 
 Exit codes: 0 done, 1 failed, 2 wrong usage.";
 
@@ -60,6 +63,10 @@ pub(crate) enum Command {
     Inspect(InspectArgs),
     /// Compare two reports window by window
     Compare(CompareArgs),
+    /// Join the reports of all shards of a run into the report of the whole
+    Merge(MergeArgs),
+    /// Judge whether a fast path may replace an exact one, from a report of each
+    Gate(GateArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell to complete in
@@ -132,6 +139,9 @@ pub(crate) struct ProtocolArgs {
     /// Score only the first N windows of every stream
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) chunks: Option<u32>,
+    /// Score only windows I, I + N, I + 2N, ... of the run, counted from 0; join the N reports with `merge`
+    #[arg(long, value_name = "I/N")]
+    pub(crate) shard: Option<Shard>,
 }
 
 #[derive(Debug, Args)]
@@ -151,9 +161,45 @@ pub(crate) struct DeviceArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "KV cache")]
 pub(crate) struct KvArgs {
-    /// Representation of stored keys and values [default: bf16; --route exact: float32, no choice]
-    #[arg(long, value_name = "FORMAT")]
+    #[arg(long, value_name = "SPEC", help = crate::kv::dtype_help())]
     pub(crate) kv_dtype: Option<String>,
+    /// Whether vq2 and k4v2 read first and recent tokens from exact copies, as the engine does [default: on]
+    #[arg(long, value_name = "SWITCH", value_enum)]
+    pub(crate) kv_window: Option<Switch>,
+    /// What attention imitates [default: format, or kernel with an option of the kernels below]
+    #[arg(long, value_name = "LEVEL", value_enum)]
+    pub(crate) kv_emulation: Option<EmulationLevel>,
+    /// Imitate the original prompt-attention kernel; with --kv-dtype int8
+    #[arg(long)]
+    pub(crate) use_original_int8_prefill_kernel: bool,
+    /// Imitate the original prompt-attention kernel; with --kv-dtype nvfp4
+    #[arg(long)]
+    pub(crate) use_original_nvfp4_prefill_kernel: bool,
+    /// Imitate the fast prompt-attention kernel; with --kv-dtype int8 and rk*
+    #[arg(long)]
+    pub(crate) fast_prefill_kernel: bool,
+    /// Imitate 8-bit P x V in prompt attention
+    #[arg(long, overrides_with = "no_prefill_8bit_pv")]
+    pub(crate) prefill_8bit_pv: bool,
+    /// Imitate FP16 P x V in prompt attention
+    #[arg(long, overrides_with = "prefill_8bit_pv")]
+    pub(crate) no_prefill_8bit_pv: bool,
+}
+
+/// On or off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Switch {
+    On,
+    Off,
+}
+
+/// What attention over the stored rows imitates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum EmulationLevel {
+    /// Exact attention on decoded rows: what the codec loses
+    Format,
+    /// With the query and probability forms of the engine's kernels: what the engine loses
+    Kernel,
 }
 
 #[derive(Debug, Args)]
@@ -193,6 +239,9 @@ pub(crate) struct OutputArgs {
     /// Directory for report.json; missing or empty [default: a new one under profiles/perplexity]
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub(crate) output: Option<PathBuf>,
+    /// Keep finished windows in FILE until the run is done; a run that was interrupted continues from it
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["save_logits", "kl_base"])]
+    pub(crate) resume: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) log: LogArgs,
 }
@@ -248,6 +297,36 @@ pub(crate) struct CompareArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MergeArgs {
+    /// report.json of every shard, in any order
+    #[arg(value_name = "REPORT", value_hint = ValueHint::FilePath, required = true)]
+    pub(crate) reports: Vec<PathBuf>,
+    /// Directory for the joined report.json; missing or empty
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub(crate) output: PathBuf,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GateArgs {
+    /// report.json of the exact run
+    #[arg(value_name = "EXACT", value_hint = ValueHint::FilePath)]
+    pub(crate) exact: PathBuf,
+    /// report.json of the fast run, compared with the same reference
+    #[arg(value_name = "FAST", value_hint = ValueHint::FilePath)]
+    pub(crate) fast: PathBuf,
+    /// Harmless growth of the mean divergence, relative to the exact run's [default: 0.05]
+    #[arg(long, value_name = "SHARE", allow_negative_numbers = true)]
+    pub(crate) relative_kl: Option<f64>,
+    /// Harmless change of the mean negative log-likelihood in nats [default: 0.001]
+    #[arg(long, value_name = "NATS", allow_negative_numbers = true)]
+    pub(crate) nll: Option<f64>,
     #[command(flatten)]
     pub(crate) log: LogArgs,
 }

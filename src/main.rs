@@ -6,8 +6,12 @@
 mod args;
 mod compare;
 mod convert;
+mod directory;
+mod gate;
 mod inspect;
+mod kv;
 mod log;
+mod merge;
 mod options;
 mod score;
 mod terminal;
@@ -68,6 +72,8 @@ fn log_level(cli: &Cli) -> Level {
         Some(Command::Convert(args)) => args.log.log_level,
         Some(Command::Inspect(args)) => args.log.log_level,
         Some(Command::Compare(args)) => args.log.log_level,
+        Some(Command::Merge(args)) => args.log.log_level,
+        Some(Command::Gate(args)) => args.log.log_level,
         Some(Command::Completions { .. } | Command::Man { .. }) => Level::Info,
         None => cli.score.output.log.log_level,
     }
@@ -78,6 +84,8 @@ fn run(cli: Cli, log: &Log) -> Result<(), Failure> {
         Some(Command::Convert(args)) => convert::run(&args, log),
         Some(Command::Inspect(args)) => print(&inspect::run(&args)?),
         Some(Command::Compare(args)) => print(&compare::run(&args)?),
+        Some(Command::Merge(args)) => print(&merge::run(&args)?),
+        Some(Command::Gate(args)) => print(&gate::run(&args)?),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "burn-perplexity", &mut script);

@@ -12,6 +12,7 @@ use perplexity_eval::windows::{Protocol, WindowError, WindowKind};
 use perplexity_model::route::Route;
 
 use crate::args::ScoreArgs;
+use crate::kv::{KvCache, KvUsageError};
 
 /// The demo: a small trained model and texts that ship in the repository.
 const DEMO_ARTIFACT: &str = "tests/data/demo.ninfer";
@@ -30,22 +31,17 @@ const TOP_TOKENS: u32 = 64;
 /// Passes are whole tiles of prompt attention.
 const PREFILL_CHUNK_MULTIPLE: u32 = 128;
 
-/// KV representations that exist but are not in this build.
-const OTHER_KV_FORMATS: [&str; 10] = [
-    "int8", "fp8", "nvfp4", "k8v4", "vq2", "k4v2", "rk8v4", "rk4v4", "rk4v4-e8", "rk2v4-e8",
-];
-
 /// A command line that cannot be carried out as typed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UsageError {
     #[error("--{0} is not in this build")]
     OptionNotBuilt(&'static str),
-    #[error("--device {0} is not in this build")]
+    #[error("--device {0} is not in this build; build with --features {feature}", feature = .0.feature())]
     DeviceNotBuilt(Device),
-    #[error("--kv-dtype {0} is not in this build; bf16 is")]
-    KvNotBuilt(String),
-    #[error("--kv-dtype {0} needs --route normal: route exact keeps keys and values in float32")]
-    KvWithoutRounding(String),
+    #[error("--device vulkan:{0}: only vulkan:0 can be chosen, the device that the Vulkan loader puts first")]
+    VulkanDevice(usize),
+    #[error(transparent)]
+    Kv(#[from] KvUsageError),
     #[error("--context {context} is more than the model's {positions} positions")]
     BeyondPositions { context: usize, positions: usize },
     #[error("{option} {value:?} is not known; expected {expected}")]
@@ -100,6 +96,35 @@ pub(crate) enum Device {
     Vulkan(usize),
 }
 
+impl Device {
+    /// The cargo feature that builds it in.
+    fn feature(self) -> &'static str {
+        match self {
+            Self::NdArray => "ndarray",
+            Self::Flex => "flex",
+            Self::Cuda(_) => "cuda",
+            Self::Vulkan(_) => "vulkan",
+        }
+    }
+
+    fn is_built(self) -> bool {
+        match self {
+            Self::NdArray => cfg!(feature = "ndarray"),
+            Self::Flex => cfg!(feature = "flex"),
+            Self::Cuda(_) => cfg!(feature = "cuda"),
+            Self::Vulkan(_) => cfg!(feature = "vulkan"),
+        }
+    }
+
+    /// Number of the card; `None` on the CPU.
+    pub(crate) fn index(self) -> Option<usize> {
+        match self {
+            Self::NdArray | Self::Flex => None,
+            Self::Cuda(n) | Self::Vulkan(n) => Some(n),
+        }
+    }
+}
+
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -123,10 +148,12 @@ pub(crate) struct ScoreOptions {
     pub(crate) threads: Option<NonZeroUsize>,
     /// Windows per forward pass, and the files to compare with and to write.
     pub(crate) evaluation: evaluate::Options,
-    pub(crate) kv_dtype: String,
+    pub(crate) kv: KvCache,
     pub(crate) prefill_chunk: usize,
     pub(crate) route: Route,
     pub(crate) output: Option<PathBuf>,
+    /// Where finished windows are kept until the run is done.
+    pub(crate) resume: Option<PathBuf>,
 }
 
 impl ScoreOptions {
@@ -155,6 +182,7 @@ impl ScoreOptions {
         let comparison = &args.comparison;
         let evaluation = evaluate::Options {
             batch: batch(&args.device.batch, prefill_chunk, protocol)?,
+            shard: args.protocol.shard.unwrap_or_default(),
             save_top_tokens: comparison.save_top_tokens.clone().map(|path| SaveTopTokens {
                 path,
                 per_position: TOP_TOKENS,
@@ -174,10 +202,11 @@ impl ScoreOptions {
             device: device(&args.device.device)?,
             threads: positive("--threads", args.device.threads)?,
             evaluation,
-            kv_dtype: kv_dtype(args.kv.kv_dtype.as_deref(), route)?,
+            kv: KvCache::resolve(&args.kv, route)?,
             prefill_chunk,
             route,
             output: args.output.output.clone(),
+            resume: args.output.resume.clone(),
             artifact,
             input,
         };
@@ -193,6 +222,9 @@ impl ScoreOptions {
         }
         if let Some(path) = &options.output {
             output::check(path)?;
+        }
+        if let Some(path) = &options.resume {
+            require_folder("folder of --resume", path)?;
         }
         options.evaluation.check()?;
         Ok(options)
@@ -263,15 +295,10 @@ fn device(text: &str) -> Result<Device, UsageError> {
             None => Device::Cuda(index(text)?),
         },
     };
-    let built = match device {
-        Device::NdArray => cfg!(feature = "ndarray"),
-        Device::Flex => cfg!(feature = "flex"),
-        Device::Cuda(_) | Device::Vulkan(_) => false,
-    };
-    if built {
-        Ok(device)
-    } else {
-        Err(UsageError::DeviceNotBuilt(device))
+    match device {
+        device if !device.is_built() => Err(UsageError::DeviceNotBuilt(device)),
+        Device::Vulkan(n) if n > 0 => Err(UsageError::VulkanDevice(n)),
+        device => Ok(device),
     }
 }
 
@@ -300,21 +327,6 @@ fn batch(text: &str, prefill_chunk: usize, protocol: Protocol) -> Result<usize, 
     text.parse::<NonZeroUsize>().map(NonZeroUsize::get).map_err(unknown)
 }
 
-/// The representation that will run: route exact has no cache format, since nothing is rounded.
-fn kv_dtype(typed: Option<&str>, route: Route) -> Result<String, UsageError> {
-    match (typed, route) {
-        (None, Route::Exact) => Ok("fp32".to_owned()),
-        (None | Some("bf16"), Route::Normal) => Ok("bf16".to_owned()),
-        (Some("bf16"), Route::Exact) => Err(UsageError::KvWithoutRounding("bf16".to_owned())),
-        (Some(text), _) if OTHER_KV_FORMATS.contains(&text) => Err(UsageError::KvNotBuilt(text.to_owned())),
-        (Some(text), _) => Err(UsageError::UnknownValue {
-            option: "--kv-dtype",
-            value: text.to_owned(),
-            expected: "bf16".to_owned(),
-        }),
-    }
-}
-
 fn prefill_chunk(typed: Option<u32>) -> Result<usize, UsageError> {
     let tokens = typed.unwrap_or(DEFAULT_PREFILL_CHUNK);
     if tokens == 0 || !tokens.is_multiple_of(PREFILL_CHUNK_MULTIPLE) {
@@ -337,6 +349,18 @@ fn route(text: &str) -> Result<Route, UsageError> {
             value: text.to_owned(),
             expected: "normal or exact".to_owned(),
         }),
+    }
+}
+
+/// The folder in which `path` is to be written must exist.
+fn require_folder(what: &'static str, path: &Path) -> Result<(), UsageError> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    match folder {
+        Some(folder) if !folder.is_dir() => Err(UsageError::Missing {
+            what,
+            path: folder.to_owned(),
+        }),
+        _ => Ok(()),
     }
 }
 
@@ -461,7 +485,7 @@ mod tests {
     fn defaults_are_the_published_ones() {
         let options = resolve("MODEL --text TEXT").unwrap();
         assert_eq!(options.protocol, sliding(4096, 2048));
-        assert_eq!((options.prefill_chunk, options.kv_dtype.as_str()), (1024, "bf16"));
+        assert_eq!((options.prefill_chunk, options.kv.recorded().as_str()), (1024, "bf16"));
         assert_eq!(
             (options.evaluation.batch, options.threads, options.chunks),
             (1, None, None)
@@ -511,17 +535,7 @@ mod tests {
             refusal("--fast-path a --fast-path b"),
             "--fast-path is not in this build"
         );
-        assert_eq!(
-            refusal("--kv-dtype int8"),
-            "--kv-dtype int8 is not in this build; bf16 is"
-        );
-        assert_eq!(
-            refusal("--kv-dtype int7"),
-            "--kv-dtype \"int7\" is not known; expected bf16"
-        );
-        assert_eq!(refusal("--device cuda:0"), "--device cuda:0 is not in this build");
-        assert_eq!(refusal("--device 0"), "--device cuda:0 is not in this build");
-        assert!(refusal("--route exact --kv-dtype bf16").contains("needs --route normal"));
+        assert!(refusal("--kv-dtype int7").starts_with("--kv-dtype: unknown KV codec `int7`; accepted: "));
         for line in [
             "--device tpu",
             "--device cuda:x",
@@ -532,6 +546,24 @@ mod tests {
         ] {
             assert!(refusal(line).contains("expected"), "{line}");
         }
+    }
+
+    #[test]
+    fn a_device_of_another_build_names_the_feature() {
+        if !cfg!(feature = "cuda") {
+            let message = "--device cuda:0 is not in this build; build with --features cuda";
+            assert_eq!(refusal("--device cuda:0"), message);
+            assert_eq!(refusal("--device 0"), message);
+        }
+        if !cfg!(feature = "vulkan") {
+            assert!(refusal("--device vulkan:0").ends_with("build with --features vulkan"));
+        }
+    }
+
+    #[test]
+    fn the_folder_of_a_state_file_must_exist() {
+        assert!(refusal("--resume nowhere/state").contains("folder of --resume \"nowhere\" does not exist"));
+        assert!(resolve("--resume state").is_ok());
     }
 
     #[test]

@@ -9,11 +9,12 @@ use perplexity_eval::evaluate::{self, Progress, Results, Snapshot, StreamResult,
 use perplexity_eval::humanize::{bytes, duration};
 use perplexity_eval::output::{self, RunName};
 use perplexity_eval::report::{self, Artifact, Build, Report, RunInfo, Settings};
+use perplexity_eval::resume::{self, Resumable};
 use perplexity_eval::scorer::{CausalScorer, ScoreError, ScoreRequest, WindowScores, WindowTokens};
 use perplexity_eval::top_tokens::Provenance;
 use perplexity_eval::{progress, table};
 use perplexity_model::backends;
-use perplexity_model::config::LayerType;
+use perplexity_model::config::TextConfig;
 use perplexity_model::inspect::Inspection;
 use perplexity_model::route::Route;
 use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Window};
@@ -23,6 +24,7 @@ use perplexity_model::tokenizer::{AddedTokens, TOKENIZER, TextTokenizer};
 use sha2::{Digest, Sha256};
 
 use crate::Failure;
+use crate::directory::OutputDirectory;
 use crate::log::Log;
 use crate::options::{Device, Input, ScoreOptions, UsageError};
 
@@ -37,7 +39,8 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     for note in &notes {
         log.warning(note);
     }
-    check_positions(options, source.as_ref())?;
+    check_positions(options, source.config())?;
+    options.kv.check(source.config()).map_err(UsageError::Kv)?;
     let tokenizer = TextTokenizer::from_source(source.as_ref(), AddedTokens::Match).map_err(Failure::failed)?;
     let model = Inspection::of_source(&options.artifact, source.as_ref()).map_err(Failure::failed)?;
     let signature = prefill_signature(source.as_ref(), tokenizer.public_tokens()).map_err(Failure::failed)?;
@@ -48,8 +51,45 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         .map_err(Failure::failed)?;
     let read_and_tokenize_seconds = began.elapsed().as_secs_f64();
     log.info(progress::corpus_line(&plan, read_and_tokenize_seconds));
+    let longest = longest_feed(&plan);
+    log.info(options.kv.line(source.config(), longest));
 
-    let directory = OutputDirectory::prepare(options, &plan, &model.name, &signature)?;
+    let provenance = Provenance {
+        public_tokens: tokenizer.public_tokens() as u64,
+        artifact: model.name.clone(),
+        prefill_signature: signature.clone(),
+        kv_dtype: options.kv.described(),
+        route: options.route.name().into(),
+    };
+    let evaluation = evaluate::Options {
+        provenance: Some(provenance),
+        ..options.evaluation.clone()
+    };
+    let artifact = Artifact {
+        path: options
+            .artifact
+            .canonicalize()
+            .unwrap_or(options.artifact.clone())
+            .display()
+            .to_string(),
+        architecture: model.architecture.into(),
+        name: model.name.clone(),
+        prefill_signature: signature.clone(),
+        formats: model.formats,
+        bytes: Some(model.bytes),
+        header_sha256: source.header_sha256().map_err(Failure::failed)?,
+        tokenizer_sha256: tokenizer_sha256(source.as_ref())?,
+    };
+    let settings = settings(options, source.config(), longest);
+    let state = options.resume.as_ref().map(|path| {
+        let identity = resume::identity(&plan, &artifact, &settings, &evaluation);
+        (path, identity)
+    });
+    if let Some((path, identity)) = &state {
+        resume::check(path, identity).map_err(Failure::failed)?;
+    }
+
+    let directory = OutputDirectory::prepare(output_directory(options, &plan, &model.name, &signature))?;
     let load = Instant::now();
     log.info(format_args!("loading weights | {}", bytes(model.bytes)));
     let mut scorer = load_model(options, source.as_ref(), tokenizer.public_tokens())?;
@@ -61,18 +101,20 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         duration(load_seconds)
     ));
 
-    let provenance = Provenance {
-        public_tokens: tokenizer.public_tokens() as u64,
-        artifact: model.name.clone(),
-        prefill_signature: signature.clone(),
-        kv_dtype: options.kv_dtype.clone(),
-        route: options.route.name().into(),
+    let mut observer = Observer(log);
+    let (results, remembered) = match &state {
+        None => (evaluate::evaluate(&plan, &mut scorer, &evaluation, &mut observer), None),
+        Some((path, identity)) => {
+            let mut scorer = Resumable::open(&mut scorer, path, identity).map_err(Failure::failed)?;
+            if scorer.recorded_batches() > 0 {
+                let (batches, path) = (scorer.recorded_batches(), path.display());
+                log.info(format_args!("continuing | {batches} batches are in {path}"));
+            }
+            let results = evaluate::evaluate(&plan, &mut scorer, &evaluation, &mut observer);
+            (results, Some(scorer))
+        }
     };
-    let evaluation = evaluate::Options {
-        provenance: Some(provenance),
-        ..options.evaluation.clone()
-    };
-    let results = evaluate::evaluate(&plan, &mut scorer, &evaluation, &mut Observer(log)).map_err(Failure::failed)?;
+    let results = results.map_err(Failure::failed)?;
     log.clear_progress();
     log.info(progress::complete_line(&results));
 
@@ -81,37 +123,33 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         command_line: std::env::args_os()
             .map(|arg| arg.to_string_lossy().into_owned())
             .collect(),
-        artifact: Artifact {
-            path: options
-                .artifact
-                .canonicalize()
-                .unwrap_or(options.artifact.clone())
-                .display()
-                .to_string(),
-            architecture: model.architecture.into(),
-            name: model.name.clone(),
-            prefill_signature: signature,
-            formats: model.formats,
-            bytes: Some(model.bytes),
-            header_sha256: None,
-            tokenizer_sha256: tokenizer_sha256(source.as_ref())?,
-        },
-        settings: settings(options, source.as_ref()),
+        artifact,
+        settings,
         load_seconds,
         read_and_tokenize_seconds,
         total_seconds: began.elapsed().as_secs_f64(),
         notes,
     };
-    finish(&plan, &results, info, directory)
+    let table = finish(&plan, &results, info, directory)?;
+    if let Some(scorer) = remembered {
+        scorer.finish().map_err(Failure::failed)?;
+    }
+    Ok(table)
 }
 
 fn finish(plan: &CorpusPlan, results: &Results, info: RunInfo, directory: OutputDirectory) -> Result<Vec<u8>, Failure> {
     let report = Report::build(plan, results, info);
-    report.write(&directory.path).map_err(Failure::failed)?;
+    report.write(directory.path()).map_err(Failure::failed)?;
     let path = directory.keep().join(report::FILE_NAME);
     let mut text = Vec::new();
     table::write(&mut text, &report, &path).map_err(Failure::failed)?;
     Ok(text)
+}
+
+/// Most tokens that a window of the run feeds; its last token is a target only.
+fn longest_feed(plan: &CorpusPlan) -> usize {
+    let windows = plan.streams.iter().flat_map(|stream| stream.windows.iter());
+    windows.map(|window| window.input_tokens() - 1).max().unwrap_or(0)
 }
 
 fn read(input: &Input) -> Result<CorpusText, Failure> {
@@ -127,72 +165,57 @@ fn byte_order_mark_note(stream: &str) -> String {
 }
 
 /// A window must fit the positions that the model was made for.
-fn check_positions(options: &ScoreOptions, source: &dyn TextSource) -> Result<(), UsageError> {
-    let (context, positions) = (options.protocol.context(), source.config().max_position_embeddings);
+fn check_positions(options: &ScoreOptions, config: &TextConfig) -> Result<(), UsageError> {
+    let (context, positions) = (options.protocol.context(), config.max_position_embeddings);
     if context > positions {
         return Err(UsageError::BeyondPositions { context, positions });
     }
     Ok(())
 }
 
-/// The directory of the report: created before the expensive part, removed when the run fails.
-struct OutputDirectory {
-    path: PathBuf,
-    /// Whether this run made it.
-    created: bool,
-}
-
-impl OutputDirectory {
-    fn prepare(options: &ScoreOptions, plan: &CorpusPlan, name: &str, signature: &str) -> Result<Self, Failure> {
-        let run = RunName {
-            artifact: name,
-            prefill_signature: signature,
-            kv: &options.kv_dtype,
-            corpus_id: &plan.id,
-            mode: &plan.mode,
-        };
-        let path = match &options.output {
-            Some(path) => path.clone(),
-            None => output::default_directory(&run, SystemTime::now()),
-        };
-        let created = !path.exists();
-        output::prepare(&path).map_err(Failure::failed)?;
-        Ok(Self { path, created })
+/// What is asked for, or a new directory named after the run.
+fn output_directory(options: &ScoreOptions, plan: &CorpusPlan, name: &str, signature: &str) -> PathBuf {
+    if let Some(path) = &options.output {
+        return path.clone();
     }
-
-    /// The run succeeded.
-    fn keep(mut self) -> PathBuf {
-        self.created = false;
-        std::mem::take(&mut self.path)
-    }
-}
-
-impl Drop for OutputDirectory {
-    fn drop(&mut self) {
-        if self.created {
-            // Fails when something is in it, and then it should stay.
-            let _ = std::fs::remove_dir(&self.path);
-        }
-    }
+    let shard = options.evaluation.shard;
+    // Shards may start in the same second.
+    let mode = match shard.is_whole() {
+        true => plan.mode.clone(),
+        false => format!("{}-shard-{}-of-{}", plan.mode, shard.index(), shard.count()),
+    };
+    let run = RunName {
+        artifact: name,
+        prefill_signature: signature,
+        kv: &options.kv.directory_name(),
+        corpus_id: &plan.id,
+        mode: &mode,
+    };
+    output::default_directory(&run, SystemTime::now())
 }
 
 fn load_model(options: &ScoreOptions, source: &dyn TextSource, public_tokens: usize) -> Result<Adapter, Failure> {
     let scorer_options = ScorerOptions {
         route: options.route,
-        kv: None,
+        kv: options.kv.codec().cloned(),
         prefill_chunk: options.prefill_chunk,
         batch: options.evaluation.batch,
         threads: options.threads.map(usize::from),
         public_tokens,
     };
-    let load = match options.device {
+    let loaded = match options.device {
         #[cfg(feature = "ndarray")]
-        Device::NdArray => backends::ndarray::load,
+        Device::NdArray => backends::ndarray::load(source, &scorer_options),
         #[cfg(feature = "flex")]
-        Device::Flex => backends::flex::load,
+        Device::Flex => backends::flex::load(source, &scorer_options),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(n) => backends::cuda::load(source, &scorer_options, n),
+        #[cfg(feature = "vulkan")]
+        Device::Vulkan(_) => backends::vulkan::load(source, &scorer_options),
+        #[allow(unreachable_patterns, reason = "not every build has every device")]
         other => return Err(UsageError::DeviceNotBuilt(other).into()),
     };
-    load(source, &scorer_options).map(Adapter).map_err(Failure::failed)
+    loaded.map(Adapter).map_err(Failure::failed)
 }
 
 /// The model's scorer behind the evaluation's interface; neither package knows the other.
@@ -277,7 +300,12 @@ fn tokenizer_sha256(source: &dyn TextSource) -> Result<Option<String>, Failure> 
 }
 
 fn build() -> Build {
-    let features = [("ndarray", cfg!(feature = "ndarray")), ("flex", cfg!(feature = "flex"))];
+    let features = [
+        ("ndarray", cfg!(feature = "ndarray")),
+        ("flex", cfg!(feature = "flex")),
+        ("cuda", cfg!(feature = "cuda")),
+        ("vulkan", cfg!(feature = "vulkan")),
+    ];
     Build {
         name: env!("CARGO_PKG_NAME").into(),
         version: env!("CARGO_PKG_VERSION").into(),
@@ -291,28 +319,12 @@ fn build() -> Build {
     }
 }
 
-/// Keys and values of all attention blocks, 16 bits each unless nothing is rounded.
-fn kv_bytes_per_token(source: &dyn TextSource, route: Route) -> f64 {
-    let config = source.config();
-    let blocks = config
-        .layer_types
-        .iter()
-        .filter(|kind| **kind == LayerType::FullAttention)
-        .count();
-    let width = config
-        .attention
-        .as_ref()
-        .map_or(0, |attention| attention.num_kv_heads * attention.head_dim);
-    let element = match route {
-        Route::Normal => 2,
-        Route::Exact => 4,
-    };
-    (blocks * 2 * width * element) as f64
-}
-
-fn settings(options: &ScoreOptions, source: &dyn TextSource) -> Settings {
-    Settings {
+fn settings(options: &ScoreOptions, config: &TextConfig, longest: usize) -> Settings {
+    let index = options.device.index().and_then(|n| i64::try_from(n).ok());
+    let mut settings = Settings {
         backend: options.device.to_string(),
+        device: index.unwrap_or(0),
+        devices: index.into_iter().collect(),
         route: options.route.name().into(),
         prefill_chunk_tokens: options.prefill_chunk as u64,
         // The head runs once per pass.
@@ -322,12 +334,11 @@ fn settings(options: &ScoreOptions, source: &dyn TextSource) -> Settings {
             Route::Exact => "f32",
         }
         .into(),
-        kv_dtype: options.kv_dtype.clone(),
-        kv_dtype_requested: options.kv_dtype.clone(),
-        kv_bytes_per_token: Some(kv_bytes_per_token(source, options.route)),
         special_tokens_in_text: "matched".into(),
         ..Settings::default()
-    }
+    };
+    options.kv.record(&mut settings, config, longest);
+    settings
 }
 
 #[cfg(test)]

@@ -93,6 +93,26 @@ pub fn identity(plan: &CorpusPlan, artifact: &Artifact, settings: &Settings, opt
     .to_string()
 }
 
+/// Checks, without a model and without creating anything, that a run of this identity can use the state file at `path`.
+///
+/// # Errors
+/// When the file is something else or belongs to another run.
+pub fn check(path: &Path, identity: &str) -> Result<(), ResumeError> {
+    let io = |source| ResumeError::Io {
+        path: path.to_owned(),
+        source,
+    };
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(io(error)),
+    };
+    match file.metadata().map_err(io)?.len() {
+        0 => Ok(()),
+        length => check_header(&mut BufReader::new(file), path, length, identity),
+    }
+}
+
 /// Answers from a state file, then from a model, appending what the model says.
 pub struct Resumable<'a> {
     inner: &'a mut dyn CausalScorer,

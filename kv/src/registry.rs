@@ -343,9 +343,11 @@ impl KvPair {
         bytes_per_row(self.k.spec(), head_dim) + bytes_per_row(self.v.spec(), head_dim)
     }
 
-    /// Whether some keys are read from an exact copy.
+    /// Whether some keys are read from an exact copy that could also be read from codes. A codec of several tokens per
+    /// block keeps its copy whatever is asked: an incomplete block has nothing else.
     pub fn has_window(&self) -> bool {
-        self.k.spec().window().is_some() || self.v.spec().window().is_some()
+        let optional = |spec: &dyn CodecSpec| spec.window().is_some() && spec.block_tokens() == 1;
+        optional(self.k.spec()) || optional(self.v.spec())
     }
 }
 

@@ -183,6 +183,10 @@ impl TextSource for ArtifactSource {
             .collect()
     }
 
+    fn header_sha256(&self) -> Result<Option<String>, SourceError> {
+        Ok(Some(self.artifact.header_sha256()))
+    }
+
     fn stored(&self, name: &str) -> Result<StoredParameter, SourceError> {
         let parts = self
             .artifact

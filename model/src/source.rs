@@ -61,6 +61,17 @@ pub trait TextSource: Send + Sync {
         Vec::new()
     }
 
+    /// SHA-256 of what the source declares without its weights, 64 lowercase hex digits; `None` when it has no such text.
+    ///
+    /// For an artifact the 32-byte header and the directory as stored; for a checkpoint `config.json` and then
+    /// `model.safetensors.index.json`, or in its place the header of the only weight file, its length field included.
+    ///
+    /// # Errors
+    /// When a file cannot be read.
+    fn header_sha256(&self) -> Result<Option<String>, SourceError> {
+        Ok(None)
+    }
+
     /// How parameter `name` is stored.
     ///
     /// # Errors

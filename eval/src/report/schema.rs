@@ -105,6 +105,13 @@ pub struct Settings {
     pub kv_dtype_requested: String,
     /// Bytes of KV per token over all layers, scales included.
     pub kv_bytes_per_token: Option<f64>,
+    /// Bytes of KV of the longest window, exact copies of windowed formats not counted.
+    pub kv_bytes_total: Option<f64>,
+    /// Whether windowed formats read first and recent tokens from exact copies; `None` without such a format.
+    pub kv_window: Option<bool>,
+    /// What attention imitates: `format`, decoded rows alone, or `kernel`, an engine's roundings too; `None` without a
+    /// codec.
+    pub kv_emulation: Option<String>,
     /// Where K and V scales came from, for formats that store them.
     pub kv_scales_source: Option<String>,
     /// YaRN from context over native window.
@@ -174,6 +181,9 @@ impl Default for Settings {
             kv_dtype: String::new(),
             kv_dtype_requested: String::new(),
             kv_bytes_per_token: None,
+            kv_bytes_total: None,
+            kv_window: None,
+            kv_emulation: None,
             kv_scales_source: None,
             rope_yarn: false,
             rope_yarn_factor: 1.0,

@@ -6,6 +6,7 @@ use super::{ArtifactError, RAW_BYTES};
 use crate::formats::{self, Format, Layout};
 use crate::source::ActivationPolicy;
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -18,6 +19,7 @@ const ACTIVATION_DIVISOR: &str = "activation_input_divisor";
 pub struct Artifact {
     path: PathBuf,
     id: [u8; 16],
+    header_sha256: [u8; 32],
     directory: Directory,
     volumes: Volumes,
     object_index: HashMap<String, usize>,
@@ -55,6 +57,7 @@ impl Artifact {
             source,
         })?;
         let id = entry.id();
+        let header_sha256 = Sha256::digest(entry.head()).into();
         let volumes = Volumes::new(entry, &directory.files)?;
         let object_index = directory
             .objects
@@ -69,6 +72,7 @@ impl Artifact {
         Ok(Self {
             path: path.to_owned(),
             id,
+            header_sha256,
             directory,
             volumes,
             object_index,
@@ -85,6 +89,11 @@ impl Artifact {
     /// The artifact id, 32 lowercase hex digits.
     pub fn artifact_id(&self) -> String {
         self.id.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// SHA-256 of the header and the directory's text, 64 lowercase hex digits: all that the artifact declares, no weight.
+    pub fn header_sha256(&self) -> String {
+        self.header_sha256.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// Everything the directory says.

@@ -65,6 +65,11 @@ impl Entry {
         })
     }
 
+    /// Header and directory text.
+    pub(super) fn head(&self) -> &[u8] {
+        &self.map[..(HEADER_BYTES + self.json_bytes) as usize]
+    }
+
     /// The directory text.
     pub(super) fn json(&self) -> &[u8] {
         &self.map[HEADER_BYTES as usize..][..self.json_bytes as usize]

@@ -31,9 +31,10 @@ pub(crate) use words::RowWords;
 use declaration::Declaration;
 use locate::{Locator, PACKED, Stored};
 use names::{EMBEDDING, LM_HEAD, Selection};
-use shards::Shards;
+use shards::{INDEX, Shards};
 use words::Storage;
 
+const CONFIG: &str = "config.json";
 /// Prefixes of the text tensors: a multimodal checkpoint's and a text-only one's.
 const PREFIXES: [&str; 2] = ["model.language_model.", "model."];
 /// Tensors of parts that causal scoring does not use, as prefix and name.
@@ -81,7 +82,7 @@ impl CheckpointSource {
     /// # Errors
     /// See [`CheckpointError`]; nothing has been computed by then.
     pub fn open(directory: &Path) -> Result<Self, CheckpointError> {
-        let (config, json) = read_config(&directory.join("config.json"))?;
+        let (config, json) = read_config(&directory.join(CONFIG))?;
         let declaration = Declaration::read(directory, &json)?;
         let mut shards = Shards::open(directory)?;
         let prefix = text_prefix(directory, &shards)?;
@@ -240,6 +241,14 @@ impl TextSource for CheckpointSource {
 
     fn files(&self) -> Vec<SourceFile> {
         self.shards.files()
+    }
+
+    fn header_sha256(&self) -> Result<Option<String>, SourceError> {
+        let config = self.resource(CONFIG)?.unwrap_or_default();
+        let index = self.resource(INDEX)?;
+        let weights = index.as_deref().unwrap_or_else(|| self.shards.first_header());
+        let hash = Sha256::new().chain_update(config).chain_update(weights).finalize();
+        Ok(Some(format!("{hash:x}")))
     }
 
     fn stored(&self, name: &str) -> Result<StoredParameter, SourceError> {

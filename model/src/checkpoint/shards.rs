@@ -15,7 +15,7 @@ use super::CheckpointError;
 use crate::source::SourceFile;
 
 const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 
 /// A tensor of one shard.
 #[derive(Debug, Clone)]
@@ -125,6 +125,14 @@ impl Shards {
     /// The bytes of every file, in the order of [`Self::files`].
     pub(super) fn contents(&self) -> impl Iterator<Item = &[u8]> {
         self.shards.iter().map(|shard| &shard.map[..])
+    }
+
+    /// Length field and header of the first file.
+    pub(super) fn first_header(&self) -> &[u8] {
+        let map = self.shards.first().map_or(&[][..], |shard| &shard.map);
+        // Opening has checked the length against the file.
+        let length = map.first_chunk().map_or(0, |word| u64::from_le_bytes(*word) as usize);
+        map.get(..8 + length).unwrap_or(map)
     }
 
     pub(super) fn files(&self) -> Vec<SourceFile> {
