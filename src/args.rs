@@ -163,7 +163,7 @@ pub(crate) struct DeviceArgs {
 pub(crate) struct KvArgs {
     #[arg(long, value_name = "SPEC", help = crate::kv::dtype_help())]
     pub(crate) kv_dtype: Option<String>,
-    /// Whether vq2 and k4v2 read first and recent tokens from exact copies, as the engine does [default: on]
+    /// Whether vq2, k4v2 and kivi* read first and recent tokens from exact copies, as is their definition [default: on]
     #[arg(long, value_name = "SWITCH", value_enum)]
     pub(crate) kv_window: Option<Switch>,
     /// What attention imitates [default: format, or kernel with an option of the kernels below]

@@ -348,7 +348,10 @@ mod tests {
             ("--kv-dtype k=int8", "expected a name or k=NAME,v=NAME"),
             ("--kv-dtype bf16;x=int8", "expected LAYERS=CODEC"),
             ("--kv-window off", "--kv-dtype bf16 has none"),
-            ("--kv-dtype kivi2 --kv-window off", "(vq2, k4v2)"),
+            (
+                "--kv-dtype int8 --kv-window on",
+                "optional exact window (vq2, k4v2, kivi4, kivi2)",
+            ),
             (
                 "--fast-prefill-kernel",
                 "--fast-prefill-kernel needs a KV cache of int8 or rk*, got `bf16`",

@@ -4,6 +4,8 @@ mod common;
 mod conversion;
 mod demo;
 mod help;
+mod kv;
 mod output;
+mod parts;
 mod refusals;
 mod texts;

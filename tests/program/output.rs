@@ -1,6 +1,6 @@
 //! Output directories, the table, the report and the log.
 
-use crate::common::{Dir, byte_model, number, read_report};
+use crate::common::{Dir, byte_model, demo_artifact, demo_checkpoint, number, read_report};
 
 const TEXT: &str = "the quick brown fox jumps over the lazy dog";
 
@@ -130,6 +130,52 @@ fn the_report_records_what_was_run() {
     // 507 ids, 512 rows.
     assert_eq!(number(&report, "/denominators/softmax_rows"), 507.0);
     assert!(report["command_line"].as_array().unwrap().contains(&"--batch".into()));
+}
+
+#[test]
+fn the_header_hash_covers_what_a_model_declares() {
+    use sha2::{Digest, Sha256};
+    let dir = Dir::new();
+    let text = dir.file("a.txt", TEXT);
+    let read = |path: std::path::PathBuf| std::fs::read(path).unwrap();
+    let length = |bytes: &[u8]| u64::from_le_bytes(*bytes.first_chunk().unwrap()) as usize;
+    let found = |model: &std::path::Path| dir.report(model, &text, "")["artifact"]["header_sha256"].clone();
+    // Magic, directory length, id; the directory.
+    let artifact = read(demo_artifact());
+    let declared = &artifact[..32 + length(&artifact[8..])];
+    assert_eq!(found(&demo_artifact()), format!("{:x}", Sha256::digest(declared)));
+    // The configuration and the index.
+    let declared = ["config.json", "model.safetensors.index.json"].map(|name| read(demo_checkpoint().join(name)));
+    assert_eq!(
+        found(&demo_checkpoint()),
+        format!("{:x}", Sha256::digest(declared.concat()))
+    );
+    // The configuration; length field and header of the only weight file.
+    let weights = read(byte_model().join("model.safetensors"));
+    let declared = [
+        read(byte_model().join("config.json")),
+        weights[..8 + length(&weights)].to_vec(),
+    ]
+    .concat();
+    assert_eq!(found(&byte_model()), format!("{:x}", Sha256::digest(declared)));
+}
+
+#[test]
+fn the_gate_accepts_equal_bits_and_wants_a_reference_otherwise() {
+    let dir = Dir::new();
+    let text = dir.file("a.txt", TEXT);
+    let score = |route: &str| {
+        let options = format!("--context 16 --stride 8 --log-level error --route {route} --output {route}");
+        assert_eq!(dir.score(&byte_model(), &text, &options).code, 0);
+        format!("{route}/report.json")
+    };
+    let (exact, normal) = (score("exact"), score("normal"));
+    let run = dir.run(["gate", &exact, &exact]);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert!(run.stdout.starts_with("accept: "), "{}", run.stdout);
+    let run = dir.run(["gate", &exact, &normal]);
+    assert_eq!((run.code, run.stdout.as_str()), (1, ""));
+    assert!(run.stderr.starts_with("error: "), "{}", run.stderr);
 }
 
 #[test]

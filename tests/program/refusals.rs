@@ -36,6 +36,22 @@ fn unknown_and_incomplete_options_are_named() {
         ("MODEL --text TEXT --corpus TEXT", "cannot be used with"),
         ("MODEL --text TEXT --quick", "cannot be used with"),
         ("MODEL MODEL --text TEXT", "cannot be used with"),
+        ("MODEL --text TEXT --kv-window maybe", "[possible values: on, off]"),
+        (
+            "MODEL --text TEXT --kv-emulation exact",
+            "[possible values: format, kernel]",
+        ),
+        (
+            "MODEL --text TEXT --shard 3/3",
+            "a shard is written i/n with 0 <= i < n",
+        ),
+        (
+            "MODEL --text TEXT --llama-chunks --save-logits l --resume s",
+            "cannot be used with",
+        ),
+        ("merge TEXT", "--output"),
+        ("merge --output o", "REPORT"),
+        ("gate MODEL", "FAST"),
         ("convert MODEL", "OUT.ninfer"),
         ("inspect", "PATH"),
         ("completions tcsh", "tcsh"),
@@ -61,7 +77,31 @@ fn resolved_options_are_refused_in_words() {
             "MODEL --text TEXT --device gpu",
             "expected ndarray, flex, cuda:N, vulkan:N or auto",
         ),
-        ("MODEL --text TEXT --kv-dtype int7", "not known"),
+        (
+            "MODEL --text TEXT --kv-dtype int7",
+            "unknown KV codec `int7`; accepted: bf16, ",
+        ),
+        (
+            "MODEL --text TEXT --kv-dtype k=int8",
+            "expected a name or k=NAME,v=NAME",
+        ),
+        ("MODEL --text TEXT --kv-dtype bf16;2=int8", "layers with one: [3]"),
+        ("MODEL --text TEXT --kv-window off", "--kv-dtype bf16 has none"),
+        (
+            "MODEL --text TEXT --use-original-int8-prefill-kernel",
+            "needs a KV cache of int8, got `bf16`",
+        ),
+        (
+            "MODEL --text TEXT --kv-emulation format --prefill-8bit-pv",
+            "belongs to --kv-emulation kernel",
+        ),
+        ("MODEL --text TEXT --route exact --kv-window on", "needs --kv-dtype"),
+        (
+            "MODEL --text TEXT --shard 0/2 --save-top-tokens t",
+            "a reference must hold all windows",
+        ),
+        ("MODEL --text TEXT --resume nowhere/state", "does not exist"),
+        ("gate MODEL TEXT --nll -1", "at least 0"),
         ("MODEL --text TEXT --route fast", "expected normal or exact"),
         ("MODEL --text nowhere.txt", "does not exist"),
         ("nowhere.ninfer --text TEXT", "does not exist"),
@@ -74,6 +114,18 @@ fn resolved_options_are_refused_in_words() {
             "{message}"
         );
         assert_eq!(message.lines().count(), 1, "{message}");
+    }
+}
+
+#[cfg(not(any(feature = "cuda", feature = "vulkan")))]
+#[test]
+fn a_device_of_another_build_names_the_feature() {
+    for (device, feature) in [("cuda:0", "cuda"), ("1", "cuda"), ("vulkan:0", "vulkan")] {
+        let message = refused(&format!("MODEL --text TEXT --device {device}"));
+        assert!(
+            message.contains(&format!("build with --features {feature}")),
+            "{message}"
+        );
     }
 }
 
