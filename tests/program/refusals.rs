@@ -85,7 +85,6 @@ fn resolved_options_are_refused_in_words() {
             "MODEL --text TEXT --kv-dtype k=int8",
             "expected a name or k=NAME,v=NAME",
         ),
-        ("MODEL --text TEXT --kv-dtype bf16;2=int8", "layers with one: [3]"),
         ("MODEL --text TEXT --kv-window off", "--kv-dtype bf16 has none"),
         (
             "MODEL --text TEXT --use-original-int8-prefill-kernel",
