@@ -65,25 +65,11 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         provenance: Some(provenance),
         ..options.evaluation.clone()
     };
-    let artifact = Artifact {
-        path: options
-            .artifact
-            .canonicalize()
-            .unwrap_or(options.artifact.clone())
-            .display()
-            .to_string(),
-        architecture: model.architecture.into(),
-        name: model.name.clone(),
-        prefill_signature: signature.clone(),
-        formats: model.formats,
-        bytes: Some(model.bytes),
-        header_sha256: source.header_sha256().map_err(Failure::failed)?,
-        tokenizer_sha256: tokenizer_sha256(source.as_ref())?,
-    };
+    let artifact = artifact(options, source.as_ref(), &model, &signature)?;
     let settings = settings(options, source.config(), longest);
     let state = options.resume.as_ref().map(|path| {
         let identity = resume::identity(&plan, &artifact, &settings, &evaluation);
-        (path, identity)
+        (path.clone(), identity)
     });
     if let Some((path, identity)) = &state {
         resume::check(path, identity).map_err(Failure::failed)?;
@@ -101,20 +87,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         duration(load_seconds)
     ));
 
-    let mut observer = Observer(log);
-    let (results, remembered) = match &state {
-        None => (evaluate::evaluate(&plan, &mut scorer, &evaluation, &mut observer), None),
-        Some((path, identity)) => {
-            let mut scorer = Resumable::open(&mut scorer, path, identity).map_err(Failure::failed)?;
-            if scorer.recorded_batches() > 0 {
-                let (batches, path) = (scorer.recorded_batches(), path.display());
-                log.info(format_args!("continuing | {batches} batches are in {path}"));
-            }
-            let results = evaluate::evaluate(&plan, &mut scorer, &evaluation, &mut observer);
-            (results, Some(scorer))
-        }
-    };
-    let results = results.map_err(Failure::failed)?;
+    let (results, remembered) = evaluate_plan(&plan, &mut scorer, &evaluation, state.as_ref(), log)?;
     log.clear_progress();
     log.info(progress::complete_line(&results));
 
@@ -135,6 +108,29 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         scorer.finish().map_err(Failure::failed)?;
     }
     Ok(table)
+}
+
+/// Scores the plan; with a state file, given with the run's identity, from where it ends. The file stays until the report
+/// is written.
+fn evaluate_plan<'a>(
+    plan: &CorpusPlan,
+    scorer: &'a mut Adapter,
+    evaluation: &evaluate::Options,
+    state: Option<&(PathBuf, String)>,
+    log: &Log,
+) -> Result<(Results, Option<Resumable<'a>>), Failure> {
+    let mut observer = Observer(log);
+    let Some((path, identity)) = state else {
+        let results = evaluate::evaluate(plan, scorer, evaluation, &mut observer).map_err(Failure::failed)?;
+        return Ok((results, None));
+    };
+    let mut scorer = Resumable::open(scorer, path, identity).map_err(Failure::failed)?;
+    if scorer.recorded_batches() > 0 {
+        let (batches, path) = (scorer.recorded_batches(), path.display());
+        log.info(format_args!("continuing | {batches} batches are in {path}"));
+    }
+    let results = evaluate::evaluate(plan, &mut scorer, evaluation, &mut observer).map_err(Failure::failed)?;
+    Ok((results, Some(scorer)))
 }
 
 fn finish(plan: &CorpusPlan, results: &Results, info: RunInfo, directory: OutputDirectory) -> Result<Vec<u8>, Failure> {
@@ -291,6 +287,26 @@ fn remaining_time_first(line: &str) -> String {
         Some((rest, eta)) => format!("ETA {eta} | {rest}"),
         None => line.to_owned(),
     }
+}
+
+/// What the report says of the model.
+fn artifact(
+    options: &ScoreOptions,
+    source: &dyn TextSource,
+    model: &Inspection,
+    signature: &str,
+) -> Result<Artifact, Failure> {
+    let path = options.artifact.canonicalize().unwrap_or(options.artifact.clone());
+    Ok(Artifact {
+        path: path.display().to_string(),
+        architecture: model.architecture.into(),
+        name: model.name.clone(),
+        prefill_signature: signature.into(),
+        formats: model.formats.clone(),
+        bytes: Some(model.bytes),
+        header_sha256: source.header_sha256().map_err(Failure::failed)?,
+        tokenizer_sha256: tokenizer_sha256(source)?,
+    })
 }
 
 /// Which vocabulary made the tokens.
