@@ -111,18 +111,17 @@ fn kill_in_the_middle(dir: &Dir, args: &[&str], state: &Path) {
         .spawn()
         .unwrap();
     let length = || std::fs::metadata(state).map_or(0, |found| found.len());
-    let (began, mut header) = (Instant::now(), 0);
-    // The header is the first thing written, then whole batches.
-    while header == 0 || length() == header {
+    let (began, mut last, mut growths) = (Instant::now(), 0, 0);
+    // The header is one growth, a batch one or, across a page, two: these are two whole batches at least.
+    while growths < 6 {
         assert_eq!(
             child.try_wait().unwrap(),
             None,
             "the run ended before it could be killed"
         );
         assert!(began.elapsed() < Duration::from_secs(120), "no batch was recorded");
-        if header == 0 {
-            header = length();
-        }
+        growths += usize::from(length() > last);
+        last = length();
         std::thread::sleep(Duration::from_millis(1));
     }
     child.kill().unwrap();
