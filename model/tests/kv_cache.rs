@@ -28,7 +28,7 @@ fn backends() -> Vec<(&'static str, Load)> {
 /// The first tokens of a golden text as one window.
 fn window(tokens: usize) -> Window {
     let tokenizer = Tokenizer::from_file(data("demo_hf/tokenizer.json")).unwrap();
-    let text = std::fs::read_to_string(data("demo_golden/english_long_form-00.txt")).unwrap();
+    let text = std::fs::read_to_string(data("golden/english_long_form-00.txt")).unwrap();
     let ids = tokenizer.encode(text, false).unwrap().get_ids()[..tokens].to_vec();
     Window {
         tokens: ids,
