@@ -12,6 +12,7 @@ use perplexity_eval::windows::{Protocol, WindowError, WindowKind};
 use perplexity_model::route::Route;
 
 use crate::args::ScoreArgs;
+use crate::files::{self, FilesError, Named};
 use crate::kv::{KvCache, KvUsageError};
 
 /// The demo: a small trained model and texts that ship in the repository.
@@ -26,6 +27,10 @@ const DEFAULT_CONTEXT: u32 = 4096;
 /// Stays what it is whatever the context, so that two runs with the same options are the same protocol.
 const DEFAULT_STRIDE: u32 = 2048;
 const DEFAULT_PREFILL_CHUNK: u32 = 1024;
+/// Name of the report within the output directory.
+const REPORT_FILE: &str = "report.json";
+/// Threads beyond which a machine only waits for itself.
+const MOST_THREADS: u32 = 512;
 /// Tokens per position of a written reference: the most that its readers take.
 const TOP_TOKENS: u32 = 64;
 /// Passes are whole tiles of prompt attention.
@@ -42,6 +47,8 @@ pub(crate) enum UsageError {
     VulkanDevice(usize),
     #[error(transparent)]
     Kv(#[from] KvUsageError),
+    #[error(transparent)]
+    Files(#[from] FilesError),
     #[error("--context {context} is more than the model's {positions} positions")]
     BeyondPositions { context: usize, positions: usize },
     #[error("{option} {value:?} is not known; expected {expected}")]
@@ -200,7 +207,7 @@ impl ScoreOptions {
             protocol,
             chunks: positive("--chunks", args.protocol.chunks)?,
             device: device(&args.device.device)?,
-            threads: positive("--threads", args.device.threads)?,
+            threads: threads(args.device.threads)?,
             evaluation,
             kv: KvCache::resolve(&args.kv, route)?,
             prefill_chunk,
@@ -227,7 +234,40 @@ impl ScoreOptions {
             require_folder("folder of --resume", path)?;
         }
         options.evaluation.check()?;
+        options.check_files()?;
         Ok(options)
+    }
+
+    /// Refuses outputs that would replace an input or one another.
+    fn check_files(&self) -> Result<(), FilesError> {
+        let evaluation = &self.evaluation;
+        let text = match &self.input {
+            Input::Corpus { manifest, .. } => ("the corpus manifest", manifest.as_path()),
+            Input::Text(path) => ("the text", path.as_path()),
+        };
+        let read: [Option<Named>; 4] = [
+            Some(("the artifact", &self.artifact)),
+            Some(text),
+            evaluation.kl_reference.as_deref().map(|path| ("--kl-reference", path)),
+            evaluation.logits_reference.as_deref().map(|path| ("--kl-base", path)),
+        ];
+        let report = self.output.as_ref().map(|folder| folder.join(REPORT_FILE));
+        let written: [Option<Named>; 5] = [
+            report.as_deref().map(|path| ("the report", path)),
+            evaluation
+                .save_top_tokens
+                .as_ref()
+                .map(|save| ("--save-top-tokens", save.path.as_path())),
+            evaluation.save_tokens.as_deref().map(|path| ("--save-tokens", path)),
+            evaluation
+                .logits_out
+                .as_ref()
+                .map(|save| ("--save-logits", save.path.as_path())),
+            self.resume.as_deref().map(|path| ("--resume", path)),
+        ];
+        let read: Vec<Named> = read.into_iter().flatten().collect();
+        let written: Vec<Named> = written.into_iter().flatten().collect();
+        files::check_apart(&read, &written)
     }
 }
 
@@ -312,6 +352,17 @@ pub(crate) fn positive(option: &'static str, typed: Option<u32>) -> Result<Optio
         })
     };
     typed.map(check).transpose()
+}
+
+fn threads(typed: Option<u32>) -> Result<Option<NonZeroUsize>, UsageError> {
+    if let Some(value) = typed.filter(|n| *n > MOST_THREADS) {
+        return Err(UsageError::OutOfRange {
+            option: "--threads",
+            value,
+            expected: format!("at most {MOST_THREADS}"),
+        });
+    }
+    positive("--threads", typed)
 }
 
 /// Windows per forward pass. Without a choice, as many as fill one prefill pass: on a CPU a larger product is no faster.
