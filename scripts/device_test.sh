@@ -1,25 +1,49 @@
 #!/bin/sh
-# Builds the kernel tests for a CUDA card as one stripped binary, or runs it on the machine that has the card.
+# Builds the tests for a CUDA card as stripped, compressed binaries, or runs them on the machine that has the card.
 #
-#   scripts/device_test.sh build   here: target-device/cube_kernels
-#   scripts/device_test.sh run     there, in a copy of the tree with target-device/
+#   scripts/device_test.sh build [NAME...]   here: target-device/NAME.xz
+#   scripts/device_test.sh run [NAME...]     there, in a copy of the tree with target-device/
+#
+# Names: cube_kernels (every kernel against its reference), forward_device (the model against Hugging Face and the CPU).
 set -eu
 cd "$(dirname "$0")/.."
-case "${1:-}" in
-build)
-    mkdir -p target-device
-    binary=$(cargo test -p perplexity-kernels --features "${FEATURES:-cuda}" --test cube_kernels --no-run \
-        --message-format=json | sed -n 's/.*"executable":"\([^"]*cube_kernels[^"]*\)".*/\1/p' | tail -n 1)
-    strip -o target-device/cube_kernels "$binary"
-    ls -l target-device/cube_kernels
-    ;;
-run)
-    export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}:$(python3 -c 'import nvidia, os
+action=${1:-}
+[ $# -eq 0 ] || shift
+[ $# -gt 0 ] || set -- cube_kernels forward_device
+for name in "$@"; do
+    case "$action $name" in
+    *" cube_kernels") package=perplexity-kernels tests=cuda:: features=cuda ;;
+    *" forward_device") package=perplexity-model tests= features=cuda,flex ;;
+    *)
+        sed -n '2,7p' "$0"
+        exit 2
+        ;;
+    esac
+    case "$action" in
+    build)
+        mkdir -p target-device
+        binary=$(cargo test -p "$package" --no-default-features --features "$features" --test "$name" --no-run \
+            --message-format=json | sed -n "s/.*\"executable\":\"\([^\"]*$name[^\"]*\)\".*/\1/p" | tail -n 1)
+        strip -o "target-device/$name" "$binary"
+        xz -1 -f -T0 "target-device/$name"
+        ls -l "target-device/$name.xz"
+        ;;
+    run)
+        LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}:$(python3 -c 'import nvidia, os
 print(":".join(os.path.join(p, d, "lib") for p in nvidia.__path__ for d in os.listdir(p)))' 2>/dev/null || true)"
-    target-device/cube_kernels cuda:: --test-threads=1
-    ;;
-*)
-    sed -n '2,6p' "$0"
-    exit 2
-    ;;
-esac
+        export LD_LIBRARY_PATH
+        binary=$(mktemp)
+        python3 -c 'import lzma, shutil, sys
+shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "target-device/$name.xz" "$binary"
+        chmod +x "$binary"
+        # Where the tests find tests/data, as cargo would set it.
+        CARGO_MANIFEST_DIR=$PWD/model "$binary" $tests --test-threads=1 --nocapture || status=$?
+        rm -f "$binary"
+        ;;
+    *)
+        sed -n '2,7p' "$0"
+        exit 2
+        ;;
+    esac
+done
+exit "${status:-0}"

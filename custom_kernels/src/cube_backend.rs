@@ -22,7 +22,7 @@ const SMALL_HEAD_TILE_ELEMENTS: usize = 1 << 24;
 /// A matrix `[out, in]` on the device.
 #[derive(Debug, Clone)]
 pub enum CubeWeight<R: KernelRuntime> {
-    /// Values, bfloat16 where the runtime stores it, else float32.
+    /// Values, bfloat16 where the runtime stores it and it holds them exactly, else float32.
     Dense(CubeTensor<R>),
     /// Codes as an artifact stores them, expanded into a scratch tensor for each use.
     Packed(PackedWeight<R>),
@@ -119,8 +119,12 @@ where
 {
     type Weight = CubeWeight<R>;
 
-    fn weight(values: Vec<f32>, shape: [usize; 2], _stored: Precision, device: &Self::Device) -> Self::Weight {
-        Tensor::<Self, 2>::from_data(TensorData::new(values, shape), device).into()
+    fn weight(values: Vec<f32>, shape: [usize; 2], stored: Precision, device: &Self::Device) -> Self::Weight {
+        let matrix = Tensor::<Self, 2>::from_data(TensorData::new(values, shape), device);
+        match stored {
+            Precision::Bf16 => matrix.into(),
+            _ => CubeWeight::Dense(primitive(matrix)),
+        }
     }
 
     fn dense(weight: &Self::Weight) -> Tensor<Self, 2> {
@@ -300,7 +304,8 @@ where
     }
 }
 
-/// `addend + x w^T`, rounded once. Rows in float32 meet the weight in float32, never rounded to its 16 bits.
+/// `addend + x w^T`, rounded once. Rows in float32 meet the weight in float32, never rounded to its 16 bits; for rows in
+/// 16 bits a float32 weight is rounded to bfloat16 where the runtime stores it.
 fn linear<R, BT>(
     x: Tensor<CubeBackend<R, f32, i32, BT>, 3>,
     weight: &CubeWeight<R>,
@@ -335,14 +340,10 @@ where
         None
     } else if rows.dtype == DType::F32 && dtype == DType::F32 {
         R::linear(&rows, &values, add.as_ref(), dtype)
+    } else if R::NARROW {
+        let narrow = |matrix: CubeTensor<R>| round::cube::launch(matrix, Precision::Bf16);
+        R::linear(&narrow(rows), &narrow(values.clone()), add.as_ref(), dtype)
     } else {
-        // The product's result is rounded to 16 bits anyway.
-        let narrow = values.dtype == DType::BF16;
-        let rows = if narrow {
-            round::cube::launch(rows, Precision::Bf16)
-        } else {
-            rows
-        };
         R::linear(&rows, &values, add.as_ref(), dtype)
     };
     match product {

@@ -387,6 +387,8 @@ fn products<B: EvaluatorBackend>() {
         let (up, residual) = (random(26, out * width, 0.1), random(27, 2 * rows * out, 1.0));
         let (shape, out_shape) = ([2, rows, width], [2, rows, out]);
         let weight = |w: &[f32]| B::weight(w.to_vec(), [out, width], Bf16, &Default::default());
+        let finer: Vec<f32> = w.iter().map(|w| w * 1.001_234).collect();
+        let fine = B::weight(finer.clone(), [out, width], Full, &Default::default());
         let dense = |w: &[f32]| on::<Reference, 2>(w, [out, width]);
         for (to, limit) in [(Full, 2e-5), (Bf16, 3e-3)] {
             let what = format!("product of 2 x {rows} x {width} by {out}, {to:?}");
@@ -402,6 +404,22 @@ fn products<B: EvaluatorBackend>() {
                 &values(actual),
                 &values(expected),
                 2e-5,
+            );
+            let expected = project::reference::<Reference>(on(&wide, shape), dense(&finer), Full);
+            let actual = B::project(on::<B, 3>(&wide, shape), &fine, Full);
+            assert_close(
+                &format!("{what}, all float32"),
+                &values(actual),
+                &values(expected),
+                2e-5,
+            );
+            let expected = project::reference::<Reference>(on(&x, shape), dense(&finer), to);
+            let actual = B::project(narrow::<B, 3>(&x, shape), &fine, to);
+            assert_close(
+                &format!("{what}, float32 weight"),
+                &values(actual),
+                &values(expected),
+                4e-3,
             );
             let expected = project::reference_add::<Reference>(on(&residual, out_shape), on(&x, shape), dense(&w), to);
             poison::<B>(2 * rows * out);
@@ -514,8 +532,9 @@ fn expansion<B: EvaluatorBackend>(expand: impl Fn(&[u8], Packing, [usize; 2]) ->
     }
 }
 
-/// Where the runtime multiplies 8-bit codes, against the same product of the rows' own codes; elsewhere of the rows.
-fn eight_bit_products<B: EvaluatorBackend>(upload: impl Fn(&[u8], [usize; 2]) -> B::Weight) {
+/// Where the runtime multiplies 8-bit codes, against the same product of the rows' own codes; elsewhere of the rows. The
+/// two differ by more than three tolerances, so neither passes for the other.
+fn eight_bit_products<B: EvaluatorBackend>(upload: impl Fn(&[u8], [usize; 2]) -> B::Weight, eight_bit: bool) {
     for (rows, width, outputs) in [(1, 64, 32), (65, 192, 48), (300, 512, 256)] {
         let packing = Packing::Fp8Row;
         let planes = packing.planes(outputs, width).expect("a legal shape");
@@ -555,22 +574,25 @@ fn eight_bit_products<B: EvaluatorBackend>(upload: impl Fn(&[u8], [usize; 2]) ->
             Bf16,
         ));
         let what = format!("8-bit product of {rows} x {width} by {outputs}");
-        let distance = |expected: &[f32]| -> f64 {
-            let pairs = actual.iter().zip(expected);
-            pairs.map(|(a, e)| f64::from((a - e).abs())).sum::<f64>() / actual.len() as f64
-        };
         let (with_codes, with_rows) = (product(&rounded), product(&x));
-        if distance(&with_codes) < distance(&with_rows) {
-            assert_close(&what, &actual, &with_codes, 3e-3);
-        } else {
-            assert_close(&what, &actual, &with_rows, 3e-3);
-        }
+        let (expected, other) = match eight_bit {
+            true => (with_codes, with_rows),
+            false => (with_rows, with_codes),
+        };
+        assert_close(&what, &actual, &expected, 3e-3);
+        let pairs = || expected.iter().zip(&other);
+        let apart: f32 = pairs().map(|(a, b)| (a - b).powi(2)).sum();
+        let size: f32 = pairs().map(|(a, _)| a * a).sum();
+        assert!(
+            (apart / size).sqrt() > 9e-3,
+            "{what}: the two products are too close to tell apart"
+        );
     }
 }
 
 /// One test per kernel on one backend.
 macro_rules! suite {
-    ($name:ident, $backend:ty, [$($test:ident),*]) => {
+    ($name:ident, $backend:ty, $eight_bit:expr, [$($test:ident),*]) => {
         mod $name {
             use perplexity_kernels::backend::EvaluatorBackend;
             use perplexity_kernels::cube_backend::CubeWeight;
@@ -585,10 +607,11 @@ macro_rules! suite {
 
             #[test]
             fn eight_bit_products() {
-                super::eight_bit_products::<$backend>(|bytes, shape| {
+                let upload = |bytes: &[u8], shape| {
                     let packing = super::Packing::Fp8Row;
                     CubeWeight::packed(bytes, packing, shape, true, &Default::default()).expect("a legal matrix")
-                });
+                };
+                super::eight_bit_products::<$backend>(upload, $eight_bit);
             }
 
             $(#[test]
@@ -603,11 +626,14 @@ macro_rules! suite {
 suite!(
     vulkan,
     burn::backend::Vulkan<f32, i32, u8>,
+    false,
     [rounding, norms, gates, rotations, convolution, delta_rule, attention, cache, products, head]
 );
 #[cfg(feature = "cuda")]
 suite!(
     cuda,
     burn::backend::Cuda<f32, i32>,
+    // Row scales of 8-bit operands are a feature of Hopper.
+    perplexity_kernels::cuda::compute_capability(&Default::default()) == 9,
     [rounding, norms, gates, rotations, convolution, delta_rule, attention, cache, products, head]
 );

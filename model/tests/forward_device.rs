@@ -5,7 +5,7 @@
 
 mod forward_common;
 
-use forward_common::{checkpoint, data, json, sliding};
+use forward_common::{checkpoint, data, json, sliding, tensors, total_nll};
 use perplexity_model::backends;
 use perplexity_model::route::Route;
 use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Scores, Window};
@@ -37,14 +37,14 @@ fn asked_devices() -> Vec<(&'static str, Load)> {
 }
 
 fn golden_windows(limit: usize) -> Vec<(String, Vec<Window>)> {
-    let golden = json("demo_golden/golden.json");
+    let golden = json("golden/golden.json");
     let tokenizer = Tokenizer::from_file(data("demo_hf/tokenizer.json")).unwrap();
     let streams = golden["streams"].as_array().unwrap();
     streams
         .iter()
         .map(|stream| {
             let file = stream["file"].as_str().unwrap();
-            let text = std::fs::read_to_string(data("demo_golden").join(file)).unwrap();
+            let text = std::fs::read_to_string(data("golden").join(file)).unwrap();
             let ids = tokenizer.encode(text, false).unwrap().get_ids().to_vec();
             (file.to_owned(), sliding(&ids[..ids.len().min(limit)], 1024, 512))
         })
@@ -52,7 +52,7 @@ fn golden_windows(limit: usize) -> Vec<(String, Vec<Window>)> {
 }
 
 fn options() -> ScorerOptions {
-    let golden = json("demo_golden/golden.json");
+    let golden = json("golden/golden.json");
     ScorerOptions::new(golden["valid_rows"].as_u64().unwrap() as usize)
 }
 
@@ -68,7 +68,7 @@ fn tokens_for(device: &str) -> usize {
 
 #[test]
 fn golden_texts_have_hugging_faces_perplexities() {
-    let golden = json("demo_golden/golden.json");
+    let golden = json("golden/golden.json");
     let source = checkpoint("demo_hf");
     for (name, load) in asked_devices().into_iter().filter(|(name, _)| *name != "vulkan") {
         for (route, key, tolerance) in [(Route::Exact, "f32_ppl", 1e-3), (Route::Normal, "bf16_ppl", 4e-3)] {
@@ -86,6 +86,40 @@ fn golden_texts_have_hugging_faces_perplexities() {
                 assert!(
                     relative.abs() < tolerance,
                     "{name} {} {file}: {relative:e}",
+                    route.name()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn dense_fixture_likelihood_equals_hugging_face() {
+    let golden = json("fixtures/dense/golden.json");
+    let ids = &tensors("fixtures/dense/golden.safetensors")["input_ids"];
+    let window = Window {
+        tokens: ids.iter().map(|&id| id as u32).collect(),
+        first_target: 1,
+    };
+    let source = checkpoint("fixtures/dense");
+    for (name, load) in asked_devices() {
+        for (route, prefix, tolerance) in [(Route::Exact, "f32", 1e-4), (Route::Normal, "bf16_eager", 1e-3)] {
+            for (rows, kind) in [("public_tokens", "public"), ("rows", "all")] {
+                let rows = golden[rows].as_u64().unwrap() as usize;
+                let options = ScorerOptions {
+                    route,
+                    ..ScorerOptions::new(rows)
+                };
+                let got = total_nll(&mut *load(&source, &options).unwrap(), std::slice::from_ref(&window));
+                let want = golden[format!("{prefix}_{kind}_total_nll")].as_f64().unwrap();
+                let mean = (got - want) / window.positions() as f64;
+                println!(
+                    "{name} {:6} {rows} rows: {got:.4}, not {want:.4}: {mean:+.2e} per token",
+                    route.name()
+                );
+                assert!(
+                    mean.abs() < tolerance,
+                    "{name} {}, {rows} rows: {got}, not {want}",
                     route.name()
                 );
             }

@@ -75,7 +75,7 @@ impl KernelRuntime for CudaRuntime {
 }
 
 /// The major compute capability of a device; 0 when the driver does not say.
-fn compute_capability(device: &CudaDevice) -> i32 {
+pub fn compute_capability(device: &CudaDevice) -> i32 {
     static KNOWN: LazyLock<Mutex<HashMap<usize, i32>>> = LazyLock::new(Default::default);
     let mut known = KNOWN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     *known.entry(device.index).or_insert_with(|| {

@@ -10,8 +10,10 @@ use perplexity_model::scorer::{Ask, Scorer, Window};
 use perplexity_model::source::{SourceError, TextSource};
 use safetensors::SafeTensors;
 
+/// In the tree that cargo runs the tests in, which need not be the one they were built in.
 pub fn data(path: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data")).join(path)
+    let package = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    PathBuf::from(package).join("../tests/data").join(path)
 }
 
 pub fn checkpoint(path: &str) -> CheckpointSource {
