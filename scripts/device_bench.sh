@@ -2,7 +2,7 @@
 # Builds the benchmark of the 27B layer stack as one stripped binary, or runs it on the machine that has the card.
 #
 #   scripts/device_bench.sh build              here: target-device/device_bench
-#   scripts/device_bench.sh run [TABLE...]     there; tables: operations, stack, long (all)
+#   scripts/device_bench.sh run [TABLE...]     there; tables: operations, packed, stack, long (all)
 #
 # Tables go to standard output in Markdown; docs/performance.md keeps the ones worth keeping.
 set -eu

@@ -7,13 +7,14 @@
 # Names: cube_kernels (every kernel against its reference), forward_device (the model against Hugging Face and the CPU).
 set -eu
 cd "$(dirname "$0")/.."
+FEATURES=perplexity-kernels/cuda,perplexity-kernels/flex,perplexity-model/cuda,perplexity-model/flex
 action=${1:-}
 [ $# -eq 0 ] || shift
 [ $# -gt 0 ] || set -- cube_kernels forward_device
 for name in "$@"; do
     case "$action $name" in
-    *" cube_kernels") package=perplexity-kernels tests=cuda:: features=cuda ;;
-    *" forward_device") package=perplexity-model tests= features=cuda,flex ;;
+    *" cube_kernels") tests=cuda:: ;;
+    *" forward_device") tests= ;;
     *)
         sed -n '2,7p' "$0"
         exit 2
@@ -22,8 +23,9 @@ for name in "$@"; do
     case "$action" in
     build)
         mkdir -p target-device
-        binary=$(cargo test -p "$package" --no-default-features --features "$features" --test "$name" --no-run \
-            --message-format=json | sed -n "s/.*\"executable\":\"\([^\"]*$name[^\"]*\)\".*/\1/p" | tail -n 1)
+        # Both packages, so that every dependency is compiled once for both tests.
+        binary=$(cargo test -p perplexity-kernels -p perplexity-model --no-default-features --features "$FEATURES" \
+            --test "$name" --no-run --message-format=json | sed -n "s/.*\"executable\":\"\([^\"]*$name[^\"]*\)\".*/\1/p" | tail -n 1)
         strip -o "target-device/$name" "$binary"
         xz -1 -f -T0 "target-device/$name"
         ls -l "target-device/$name.xz"

@@ -1,12 +1,14 @@
 //! Times every operation and the whole layer stack of the 27B geometry on a CUDA card, with random bfloat16 weights.
 //!
-//! `device_bench [operations] [stack] [long]`: Markdown tables on standard output. Warm-up runs first, medians after.
+//! `device_bench [operations] [packed] [stack] [long]`: Markdown tables on standard output. Warm-up runs first, medians after.
 
 use std::time::Instant;
 
 use burn::backend::Cuda;
 use burn::tensor::{DType, Distribution, FloatDType, Tensor, backend::Backend};
 use perplexity_kernels::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, RotaryTable};
+use perplexity_kernels::cube_backend::CubeWeight;
+use perplexity_kernels::ops::expand_weight::Packing;
 use perplexity_kernels::ops::rotary::frequencies;
 use perplexity_kernels::precision::Precision::{Bf16, Full};
 
@@ -311,6 +313,37 @@ fn operations(device: &Device, batch: usize, tokens: usize) {
     }
 }
 
+/// Products with stored codes: expanded to bfloat16 for each use, or E4M3 rows against E4M3 codes.
+fn packed(device: &Device, rows: usize) {
+    println!("\n### Products of packed weights, {rows} rows\n\n| product | ms | rate |\n|---|---:|---:|");
+    for (out, width) in [(INNER, HIDDEN), (HIDDEN, INNER)] {
+        let x = random([1, rows, width], 1.0, device);
+        let flops = 2.0 * rows as f64 * out as f64 * width as f64;
+        let line = |name: &str, weight: &Weight| {
+            let seconds = median(device, 10, || drop(B::project(x.clone(), weight, Bf16)));
+            let rate = flops / seconds / 1e12;
+            println!(
+                "| {name}, {width} to {out} | {:.3} | {rate:.0} TFLOP/s |",
+                seconds * 1e3
+            );
+        };
+        line("bfloat16", &matrix(out, width, device));
+        for (name, packing, eight_bit) in [
+            ("FP8 by row, 8-bit rows", Packing::Fp8Row, true),
+            ("FP8 by row, 16-bit rows", Packing::Fp8Row, false),
+            ("FP8 by tile", Packing::Fp8Tile, false),
+            ("NVFP4", Packing::Nvfp4, false),
+            ("grouped 4 bits", Packing::Grouped { bits: 4 }, false),
+        ] {
+            let bytes = packing.planes(out, width).expect("a legal shape").bytes;
+            // Codes and scales of a mixed bit pattern, none a NaN in any of the formats.
+            let bytes: Vec<u8> = (0..bytes).map(|i| (i * 2_654_435_761 >> 13) as u8 & 0x3b).collect();
+            let weight = CubeWeight::packed(&bytes, packing, [out, width], eight_bit, device).expect("a legal matrix");
+            line(name, &weight);
+        }
+    }
+}
+
 fn request(targets: &[u32], top_k: usize) -> HeadRequest<'_> {
     HeadRequest {
         public_rows: PUBLIC,
@@ -375,6 +408,9 @@ fn main() {
     }
     if asked("operations") {
         operations(&device, 4, 4096);
+    }
+    if asked("packed") {
+        packed(&device, 16_384);
     }
     if asked("stack") || asked("long") {
         let start = Instant::now();

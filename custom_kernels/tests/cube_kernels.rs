@@ -5,7 +5,6 @@
 #![cfg(any(feature = "cuda", feature = "vulkan"))]
 
 use burn::tensor::{Tensor, TensorData};
-use burn_ndarray::NdArray;
 use perplexity_kernels::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, RotaryTable};
 use perplexity_kernels::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
@@ -16,7 +15,10 @@ use perplexity_kernels::ops::{
 use perplexity_kernels::precision::Precision::{self, Bf16, F16, Full};
 
 /// The CPU backend that runs the references.
-type Reference = NdArray<f32>;
+#[cfg(feature = "ndarray")]
+type Reference = burn_ndarray::NdArray<f32>;
+#[cfg(not(feature = "ndarray"))]
+type Reference = burn_flex::Flex;
 
 /// Values of spread `scale`, every one exactly bfloat16; the same for the same seed.
 fn random(seed: u64, count: usize, scale: f32) -> Vec<f32> {
