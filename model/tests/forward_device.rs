@@ -103,7 +103,7 @@ fn dense_fixture_likelihood_equals_hugging_face() {
     };
     let source = checkpoint("fixtures/dense");
     for (name, load) in asked_devices() {
-        for (route, prefix, tolerance) in [(Route::Exact, "f32", 1e-4), (Route::Normal, "bf16_eager", 1e-3)] {
+        for (route, prefix, tolerance) in [(Route::Exact, "f32", 1e-4), (Route::Normal, "bf16_eager", 4e-3)] {
             for (rows, kind) in [("public_tokens", "public"), ("rows", "all")] {
                 let rows = golden[rows].as_u64().unwrap() as usize;
                 let options = ScorerOptions {
