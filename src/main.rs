@@ -6,6 +6,7 @@
 mod args;
 mod compare;
 mod convert;
+mod directory;
 mod files;
 mod gate;
 mod inspect;
