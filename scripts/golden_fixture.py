@@ -2,11 +2,11 @@
 
     python scripts/golden_fixture.py tests/data/fixtures/dense OUT
 
-The committed values were made from models cast to bf16 as a whole, which rounds the rotary frequencies too; loading a
-checkpoint does not. The frequencies are rounded here likewise, so that the values come out the same.
+The model is loaded in the number type it is scored in. Casting a loaded model would round its rotary frequencies too.
 
 Writes OUT/golden.safetensors (input_ids, hidden_f32.N: the input of block N, the last one after the final norm;
-logits_f32, logits_bf16_eager) and OUT/golden.json (total negative log-likelihoods over the public rows and over all).
+layer_bf16_eager.N: the input of block N in bfloat16, the last one the output of the last block; logits_f32,
+logits_bf16_eager) and OUT/golden.json (total negative log-likelihoods over the public rows and over all).
 """
 
 import json
@@ -20,15 +20,24 @@ from safetensors.torch import save_file
 import hf_scores
 
 
+def residual_stream(model, tensors):
+    """Records the input of every block and the output of the last one during the next run."""
+    for index, block in enumerate(model.model.layers):
+        def record(block, args, output, index=index):
+            tensors[f"layer_bf16_eager.{index}"] = args[0][0].clone()
+            tensors[f"layer_bf16_eager.{index + 1}"] = output[0].clone()
+        block.register_forward_hook(record)
+
+
 def main(checkpoint, out):
     text = (checkpoint / "text.txt").read_bytes().decode()
     sums, tensors = {}, {}
     for name, dtype in [("f32", torch.float32), ("bf16_eager", torch.bfloat16)]:
         model, tokenizer = hf_scores.load(checkpoint, dtype)
         ids = torch.tensor([hf_scores.encode(tokenizer, text)])
+        if dtype == torch.bfloat16:
+            residual_stream(model, tensors)
         with torch.no_grad():
-            frequencies = model.model.rotary_emb.inv_freq
-            frequencies.copy_(frequencies.bfloat16())
             output = model(ids, use_cache=False, output_hidden_states=True)
         logits = output.logits[0]
         for kind, rows in [("public", hf_scores.public_rows(tokenizer)), ("all", logits.shape[1])]:

@@ -81,13 +81,6 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
         })
     }
 
-    /// Takes other rotary frequencies, one per rotated pair.
-    #[must_use]
-    pub fn with_rotary_frequencies(mut self, frequencies: Vec<f64>) -> Self {
-        self.frequencies = frequencies;
-        self
-    }
-
     /// The model with its KV cache packed by codecs; `config` is the one it was loaded with.
     ///
     /// # Errors

@@ -43,20 +43,12 @@ fn assert_within(got: &[f32], want: &[f32], tolerance: f32, what: &str) {
 #[cfg(feature = "flex")]
 fn dense_fixture_hidden_states_and_logits_equal_hugging_face() {
     use burn_flex::{Flex, FlexDevice};
-    use perplexity_kernels::ops::rotary;
     use perplexity_model::qwen3_5::Qwen3_5;
 
-    // The fixture's numbers were taken from a bfloat16 model widened to float32, which keeps its rotary frequencies rounded
-    // to bfloat16; a model loaded in float32 moves those logits by 4.5e-3, in Hugging Face as here.
-    let rounded = rotary::frequencies(1e7, 64)
-        .iter()
-        .map(|&f| half::bf16::from_f32(f as f32).to_f64())
-        .collect();
     let golden = tensors("fixtures/dense/golden.safetensors");
     let ids = fixture_ids();
     let source = checkpoint("fixtures/dense");
     let model = Qwen3_5::<Flex>::load(&source, Route::Exact, &FlexDevice).unwrap();
-    let model = model.with_rotary_frequencies(rounded);
     let mut windows = model.begin(1, ids.len());
     let layers = source.config().layer_types.len();
     let mut seen = 0;
