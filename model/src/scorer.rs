@@ -95,12 +95,6 @@ pub enum ModelError {
     /// A KV cache that does not fit the model.
     #[error(transparent)]
     Kv(#[from] KvOptionsError),
-    /// A part of the family that this build does not implement.
-    #[error("{what} is not in this build")]
-    NotInThisBuild {
-        /// The part.
-        what: &'static str,
-    },
     /// A block whose dimensions the configuration does not give.
     #[error("layer {layer} is {kind}, but the configuration gives no dimensions for it")]
     MissingDimensions {
