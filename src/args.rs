@@ -32,7 +32,10 @@ Examples:
   burn-perplexity q8.ninfer --text notes.txt --kv-dtype k=fp8,v=nvfp4 --kl-reference reference.bin
           what a KV-cache format costs, against a recorded run
 
-Exit codes: 0 done, 1 failed, 2 wrong usage.";
+Exit codes:
+  0  done
+  1  the work failed: a damaged or unsuitable file, a model or device at fault; for `gate` also a verdict other than accept
+  2  wrong usage: options that do not fit, a named file that does not exist or is no regular file, an output in the way";
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -231,6 +234,14 @@ pub(crate) struct ComparisonArgs {
     /// Full KL divergence of this run from such a base file; needs --text and --llama-chunks
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "llama_chunks")]
     pub(crate) kl_base: Option<PathBuf>,
+    /// Record each position's final hidden state, for --kl-hidden; the log states the size first (2 bytes per value in route
+    /// normal: 10 GB per million tokens of a 27B model)
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) save_hidden: Option<PathBuf>,
+    /// Exact KL divergence in both directions over the whole vocabulary, this run's output head applied to recorded hidden
+    /// states
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) kl_hidden: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -240,7 +251,7 @@ pub(crate) struct OutputArgs {
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub(crate) output: Option<PathBuf>,
     /// Keep finished windows in FILE until the run is done; a run that was interrupted continues from it
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["save_logits", "kl_base"])]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["save_logits", "kl_base", "save_hidden", "kl_hidden"])]
     pub(crate) resume: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) log: LogArgs,

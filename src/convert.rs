@@ -3,13 +3,14 @@
 use std::path::Path;
 use std::time::Instant;
 
+use perplexity_eval::files::check_folders;
 use perplexity_eval::humanize::{bytes, duration};
 use perplexity_eval::progress::bar;
 use perplexity_model::convert::{ConvertOptions, Progress, Recipe, convert};
 
 use crate::args::ConvertArgs;
 use crate::log::Log;
-use crate::options::{UsageError, positive};
+use crate::options::{UsageError, positive, require_directory};
 use crate::{Failure, limit_threads};
 
 /// Cells of the progress bar; with the rest of the line it fits 80 columns.
@@ -24,6 +25,8 @@ pub(crate) fn run(args: &ConvertArgs, log: &Log) -> Result<(), Failure> {
         name: args.name.clone(),
         ..ConvertOptions::new(recipe(&args.recipe)?)
     };
+    require_directory("checkpoint", &args.checkpoint)?;
+    check_folders(&[("OUT.ninfer", &args.out)]).map_err(UsageError::Files)?;
     if args.out.exists() {
         return Err(UsageError::ArtifactExists(args.out.clone()).into());
     }

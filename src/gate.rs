@@ -5,7 +5,7 @@ use perplexity_eval::gate::{Tolerances, Verdict, judge};
 
 use crate::Failure;
 use crate::args::GateArgs;
-use crate::options::UsageError;
+use crate::options::{UsageError, require_file};
 
 /// The verdict for standard output; any but acceptance is a failure.
 pub(crate) fn run(args: &GateArgs) -> Result<Vec<u8>, Failure> {
@@ -14,6 +14,8 @@ pub(crate) fn run(args: &GateArgs) -> Result<Vec<u8>, Failure> {
         relative_kl: tolerance("--relative-kl", args.relative_kl)?.unwrap_or(default.relative_kl),
         nll: tolerance("--nll", args.nll)?.unwrap_or(default.nll),
     };
+    require_file("report", &args.exact)?;
+    require_file("report", &args.fast)?;
     let comparison = compare(&args.exact, &args.fast).map_err(Failure::failed)?;
     match judge(&comparison, &tolerances).map_err(Failure::failed)? {
         verdict @ Verdict::Accept(_) => Ok(format!("{verdict}\n").into_bytes()),

@@ -6,8 +6,6 @@
 mod args;
 mod compare;
 mod convert;
-mod directory;
-mod files;
 mod gate;
 mod inspect;
 mod kv;
@@ -31,7 +29,7 @@ use options::{ScoreOptions, UsageError};
 /// Why a command ended early; decides the exit code.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
-    /// The command line cannot be carried out as typed: exit code 2.
+    /// The command line cannot be carried out as typed, or names a file that is not there: exit code 2.
     #[error("{0}; try '--help'")]
     Usage(#[from] UsageError),
     /// The work could not be done: exit code 1.

@@ -2,30 +2,35 @@
 
 use std::path::Path;
 
+use perplexity_eval::files::read_regular;
 use perplexity_eval::merge::merge;
-use perplexity_eval::output;
-use perplexity_eval::report::{FILE_NAME, Report};
+use perplexity_eval::output::{self, OutputDirectory};
+use perplexity_eval::report::Report;
 use perplexity_eval::table;
 
 use crate::Failure;
 use crate::args::MergeArgs;
-use crate::directory::OutputDirectory;
-use crate::options::UsageError;
+use crate::options::{UsageError, require_file};
 
 /// Joins the reports that `args` name, writes the result and returns its table for standard output.
 pub(crate) fn run(args: &MergeArgs) -> Result<Vec<u8>, Failure> {
     output::check(&args.output).map_err(UsageError::Output)?;
+    for path in &args.reports {
+        require_file("report", path)?;
+    }
     let parts = args.reports.iter().map(|path| read(path)).collect::<Result<_, _>>()?;
     let report = merge(parts).map_err(Failure::failed)?;
-    let directory = OutputDirectory::prepare(args.output.clone())?;
-    report.write(directory.path()).map_err(Failure::failed)?;
+    let directory = OutputDirectory::claim(&args.output).map_err(Failure::failed)?;
+    let path = directory.write(&report).map_err(Failure::failed)?;
     let mut text = Vec::new();
-    table::write(&mut text, &report, &directory.keep().join(FILE_NAME)).map_err(Failure::failed)?;
+    table::write(&mut text, &report, &path).map_err(Failure::failed)?;
     Ok(text)
 }
 
 fn read(path: &Path) -> Result<Report, Failure> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| Failure::failed(format!("cannot read {}: {error}", path.display())))?;
-    Report::from_json(&text).map_err(|error| Failure::failed(format!("{}: {error}", path.display())))
+    let bytes =
+        read_regular(path).map_err(|error| Failure::failed(format!("cannot read {}: {error}", path.display())))?;
+    let in_file = |error: &dyn std::fmt::Display| Failure::failed(format!("{}: {error}", path.display()));
+    let text = String::from_utf8(bytes).map_err(|error| in_file(&error))?;
+    Report::from_json(&text).map_err(|error| in_file(&error))
 }

@@ -6,13 +6,15 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use perplexity_eval::evaluate::{self, EvaluateError, SaveLogits, SaveTopTokens};
+use perplexity_eval::files::{self, FilesError, Named, irregular};
+use perplexity_eval::hidden::{Precision, SaveHidden};
 use perplexity_eval::output::{self, OutputError};
+use perplexity_eval::report::FILE_NAME;
 use perplexity_eval::windows::{Protocol, WindowError, WindowKind};
 
 use perplexity_model::route::Route;
 
 use crate::args::ScoreArgs;
-use crate::files::{self, FilesError, Named};
 use crate::kv::{KvCache, KvUsageError};
 
 /// The demo: a small trained model and texts that ship in the repository.
@@ -27,8 +29,6 @@ const DEFAULT_CONTEXT: u32 = 4096;
 /// Stays what it is whatever the context, so that two runs with the same options are the same protocol.
 const DEFAULT_STRIDE: u32 = 2048;
 const DEFAULT_PREFILL_CHUNK: u32 = 1024;
-/// Name of the report within the output directory.
-const REPORT_FILE: &str = "report.json";
 /// Threads beyond which a machine only waits for itself.
 const MOST_THREADS: u32 = 512;
 /// Tokens per position of a written reference: the most that its readers take.
@@ -77,8 +77,13 @@ pub(crate) enum UsageError {
     ArtifactExists(PathBuf),
     #[error("{what} {path:?} does not exist")]
     Missing { what: &'static str, path: PathBuf },
-    #[error("{what} {path:?} is a directory, expected a file")]
-    NotAFile { what: &'static str, path: PathBuf },
+    #[error("{what} {path:?} is {kind}, expected {expected}")]
+    Kind {
+        what: &'static str,
+        path: PathBuf,
+        kind: &'static str,
+        expected: &'static str,
+    },
     #[error("{0}; pass --context and --stride, or --disjoint for windows without overlap")]
     Windows(#[from] WindowError),
     #[error(transparent)]
@@ -201,6 +206,13 @@ impl ScoreOptions {
                 .clone()
                 .map(|path| SaveLogits { path, row_width: None }),
             logits_reference: comparison.kl_base.clone(),
+            // Its width is the model's, which is opened later.
+            save_hidden: comparison.save_hidden.clone().map(|path| SaveHidden {
+                path,
+                hidden_size: 0,
+                precision: hidden_precision(route),
+            }),
+            kl_hidden: comparison.kl_hidden.clone(),
             ..evaluate::Options::default()
         };
         let options = Self {
@@ -217,12 +229,7 @@ impl ScoreOptions {
             artifact,
             input,
         };
-        if !options.artifact.exists() {
-            return Err(UsageError::Missing {
-                what: "artifact",
-                path: options.artifact,
-            });
-        }
+        require_model("artifact", &options.artifact)?;
         match &options.input {
             Input::Corpus { manifest, .. } => require_file("--corpus", manifest)?,
             Input::Text(path) => require_file("--text", path)?,
@@ -230,30 +237,47 @@ impl ScoreOptions {
         if let Some(path) = &options.output {
             output::check(path)?;
         }
-        if let Some(path) = &options.resume {
-            require_folder("folder of --resume", path)?;
+        let evaluation = &options.evaluation;
+        for (option, path) in [
+            ("--kl-reference", &evaluation.kl_reference),
+            ("--kl-base", &evaluation.logits_reference),
+            ("--kl-hidden", &evaluation.kl_hidden),
+        ] {
+            path.as_deref().map_or(Ok(()), |path| require_file(option, path))?;
         }
-        options.evaluation.check()?;
-        options.check_files()?;
-        Ok(options)
-    }
-
-    /// Refuses outputs that would replace an input or one another.
-    fn check_files(&self) -> Result<(), FilesError> {
-        let evaluation = &self.evaluation;
-        let text = match &self.input {
+        let text = match &options.input {
             Input::Corpus { manifest, .. } => ("the corpus manifest", manifest.as_path()),
             Input::Text(path) => ("the text", path.as_path()),
         };
-        let read: [Option<Named>; 4] = [
+        options.check_apart(&[text])?;
+        files::check_folders(&options.outputs())?;
+        options.evaluation.check()?;
+        Ok(options)
+    }
+
+    /// Refuses outputs that would replace one another, the model, a reference or one of `others`.
+    ///
+    /// # Errors
+    /// The first output that would.
+    pub(crate) fn check_apart(&self, others: &[Named<'_>]) -> Result<(), FilesError> {
+        let evaluation = &self.evaluation;
+        let read: [Option<Named<'_>>; 4] = [
             Some(("the artifact", &self.artifact)),
-            Some(text),
             evaluation.kl_reference.as_deref().map(|path| ("--kl-reference", path)),
             evaluation.logits_reference.as_deref().map(|path| ("--kl-base", path)),
+            evaluation.kl_hidden.as_deref().map(|path| ("--kl-hidden", path)),
         ];
-        let report = self.output.as_ref().map(|folder| folder.join(REPORT_FILE));
-        let written: [Option<Named>; 5] = [
-            report.as_deref().map(|path| ("the report", path)),
+        let read: Vec<Named<'_>> = read.into_iter().flatten().chain(others.iter().copied()).collect();
+        let report = self.output.as_ref().map(|folder| folder.join(FILE_NAME));
+        let report = report.as_deref().map(|path| ("the report", path));
+        let written: Vec<Named<'_>> = report.into_iter().chain(self.outputs()).collect();
+        files::check_apart(&read, &written)
+    }
+
+    /// The files beside the report that the run writes.
+    fn outputs(&self) -> Vec<Named<'_>> {
+        let evaluation = &self.evaluation;
+        let written: [Option<Named<'_>>; 5] = [
             evaluation
                 .save_top_tokens
                 .as_ref()
@@ -263,11 +287,13 @@ impl ScoreOptions {
                 .logits_out
                 .as_ref()
                 .map(|save| ("--save-logits", save.path.as_path())),
+            evaluation
+                .save_hidden
+                .as_ref()
+                .map(|save| ("--save-hidden", save.path.as_path())),
             self.resume.as_deref().map(|path| ("--resume", path)),
         ];
-        let read: Vec<Named> = read.into_iter().flatten().collect();
-        let written: Vec<Named> = written.into_iter().flatten().collect();
-        files::check_apart(&read, &written)
+        written.into_iter().flatten().collect()
     }
 }
 
@@ -391,6 +417,14 @@ fn prefill_chunk(typed: Option<u32>) -> Result<usize, UsageError> {
     Ok(tokens as usize)
 }
 
+/// Hidden states are saved as the route has them: rounded to bf16, or not at all.
+fn hidden_precision(route: Route) -> Precision {
+    match route {
+        Route::Exact => Precision::F32,
+        _ => Precision::Bf16,
+    }
+}
+
 fn route(text: &str) -> Result<Route, UsageError> {
     match text {
         "normal" => Ok(Route::Normal),
@@ -403,33 +437,55 @@ fn route(text: &str) -> Result<Route, UsageError> {
     }
 }
 
-/// The folder in which `path` is to be written must exist.
-fn require_folder(what: &'static str, path: &Path) -> Result<(), UsageError> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    match folder {
-        Some(folder) if !folder.is_dir() => Err(UsageError::Missing {
+/// A file that is read must be there, and end: a pipe or a device is refused before anything waits for it.
+pub(crate) fn require_file(what: &'static str, path: &Path) -> Result<(), UsageError> {
+    match kind(what, path)? {
+        None => Ok(()),
+        Some(kind) => Err(UsageError::Kind {
             what,
-            path: folder.to_owned(),
+            path: path.to_owned(),
+            kind,
+            expected: "a file",
+        }),
+    }
+}
+
+/// A model is a file or the directory of a checkpoint.
+pub(crate) fn require_model(what: &'static str, path: &Path) -> Result<(), UsageError> {
+    match kind(what, path)? {
+        Some(kind) if !path.is_dir() => Err(UsageError::Kind {
+            what,
+            path: path.to_owned(),
+            kind,
+            expected: "a file or a directory",
         }),
         _ => Ok(()),
     }
 }
 
-fn require_file(what: &'static str, path: &Path) -> Result<(), UsageError> {
-    if path.is_dir() {
-        return Err(UsageError::NotAFile {
+/// A checkpoint is a directory.
+pub(crate) fn require_directory(what: &'static str, path: &Path) -> Result<(), UsageError> {
+    match kind(what, path)? {
+        _ if path.is_dir() => Ok(()),
+        kind => Err(UsageError::Kind {
             what,
             path: path.to_owned(),
-        });
+            kind: kind.unwrap_or("a file"),
+            expected: "a directory",
+        }),
     }
-    // A pipe or a device is no regular file and still a text.
-    if path.exists() {
-        Ok(())
-    } else {
-        Err(UsageError::Missing {
+}
+
+/// What a path names when it is no regular file.
+fn kind(what: &'static str, path: &Path) -> Result<Option<&'static str>, UsageError> {
+    match path.metadata() {
+        Ok(found) => Ok(irregular(&found)),
+        // Whatever else the system has against it, opening will say.
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Ok(None),
+        Err(_) => Err(UsageError::Missing {
             what,
             path: path.to_owned(),
-        })
+        }),
     }
 }
 
@@ -633,12 +689,10 @@ mod tests {
         let line = "--save-top-tokens new.bin --save-tokens new.bin";
         assert!(matches!(
             resolve_in(root.path(), line),
-            Err(UsageError::Comparison(EvaluateError::SameFile { .. }))
+            Err(UsageError::Files(FilesError::Meets { .. }))
         ));
-        assert!(matches!(
-            resolve("--kl-reference TEXT"),
-            Err(UsageError::Comparison(EvaluateError::TopTokens(_)))
-        ));
+        // What is in the file is looked at when the work begins.
+        assert!(resolve("--kl-reference TEXT").is_ok());
     }
 
     #[test]

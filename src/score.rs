@@ -5,12 +5,14 @@ use std::path::PathBuf;
 use std::time::{Instant, SystemTime};
 
 use perplexity_eval::corpus::{CorpusPlan, CorpusText};
-use perplexity_eval::evaluate::{self, Progress, Results, Snapshot, StreamResult, Totals};
+use perplexity_eval::evaluate::{self, Evaluation, Progress, Results, Snapshot, StreamResult, Totals};
+use perplexity_eval::files::Named;
+use perplexity_eval::hidden::{self, SaveHidden};
 use perplexity_eval::humanize::{bytes, duration};
-use perplexity_eval::output::{self, RunName};
-use perplexity_eval::report::{self, Artifact, Build, Report, RunInfo, Settings};
-use perplexity_eval::resume::{self, Resumable};
-use perplexity_eval::scorer::{CausalScorer, ScoreError, ScoreRequest, WindowScores, WindowTokens};
+use perplexity_eval::output::{self, OutputDirectory, OutputError, RunName};
+use perplexity_eval::report::{Artifact, Build, Report, RunInfo, Settings};
+use perplexity_eval::resume::{self, Resumable, State};
+use perplexity_eval::scorer::{CausalScorer, RowVisitor, ScoreError, ScoreRequest, WindowScores, WindowTokens};
 use perplexity_eval::top_tokens::Provenance;
 use perplexity_eval::{progress, table};
 use perplexity_model::backends;
@@ -24,7 +26,6 @@ use perplexity_model::tokenizer::{AddedTokens, TOKENIZER, TextTokenizer};
 use sha2::{Digest, Sha256};
 
 use crate::Failure;
-use crate::directory::OutputDirectory;
 use crate::log::Log;
 use crate::options::{Device, Input, ScoreOptions, UsageError};
 
@@ -33,8 +34,9 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     let began = Instant::now();
     log.info("preparing corpus");
     let text = read(&options.input)?;
-    let mut notes: Vec<String> = text.byte_order_marks().map(byte_order_mark_note).collect();
+    let mut notes = text.notes.clone();
     let source = source::open(&options.artifact).map_err(Failure::failed)?;
+    check_apart(options, &text, source.as_ref())?;
     notes.extend(source.notes());
     for note in &notes {
         log.warning(note);
@@ -51,6 +53,13 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         .map_err(Failure::failed)?;
     let read_and_tokenize_seconds = began.elapsed().as_secs_f64();
     log.info(progress::corpus_line(&plan, read_and_tokenize_seconds));
+    let shard = options.evaluation.shard;
+    if shard.below(plan.windows()) == 0 {
+        let windows = plan.windows();
+        log.warning(format_args!(
+            "shard {shard} holds none of the {windows} windows: nothing is scored"
+        ));
+    }
     let longest = longest_feed(&plan);
     log.info(options.kv.line(source.config(), longest));
 
@@ -61,8 +70,11 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         kv_dtype: options.kv.described(),
         route: options.route.name().into(),
     };
+    let hidden_size = u32::try_from(source.config().hidden_size).map_err(Failure::failed)?;
+    let with_size = |save: SaveHidden| SaveHidden { hidden_size, ..save };
     let evaluation = evaluate::Options {
         provenance: Some(provenance),
+        save_hidden: options.evaluation.save_hidden.clone().map(with_size),
         ..options.evaluation.clone()
     };
     let artifact = artifact(options, source.as_ref(), &model, &signature)?;
@@ -71,11 +83,21 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         let identity = resume::identity(&plan, &artifact, &settings, &evaluation);
         (path.clone(), identity)
     });
-    if let Some((path, identity)) = &state {
-        resume::check(path, identity).map_err(Failure::failed)?;
+    let prepared = evaluate::prepare(&plan, &evaluation, tokenizer.public_tokens()).map_err(Failure::failed)?;
+    if let Some(SaveHidden { path, precision, .. }) = &evaluation.save_hidden {
+        let header = hidden::Header::of(&plan, hidden_size, *precision, tokenizer.public_tokens());
+        let size = bytes(header.map_or(0, |header| header.file_bytes(&plan)));
+        log.info(format_args!(
+            "hidden states | {size} in {} | {}",
+            precision.name(),
+            path.display()
+        ));
     }
-
-    let directory = OutputDirectory::prepare(output_directory(options, &plan, &model.name, &signature))?;
+    let state = match &state {
+        Some((path, identity)) => Some(State::open(path, identity).map_err(Failure::failed)?),
+        None => None,
+    };
+    let directory = output_directory(options, &plan, &model.name, &signature).map_err(Failure::failed)?;
     let load = Instant::now();
     log.info(format_args!("loading weights | {}", bytes(model.bytes)));
     let mut scorer = load_model(options, source.as_ref(), tokenizer.public_tokens())?;
@@ -87,7 +109,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         duration(load_seconds)
     ));
 
-    let (results, remembered) = evaluate_plan(&plan, &mut scorer, &evaluation, state.as_ref(), log)?;
+    let (results, remembered) = evaluate_plan(prepared, &mut scorer, state, log)?;
     log.clear_progress();
     log.info(progress::complete_line(&results));
 
@@ -110,33 +132,30 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     Ok(table)
 }
 
-/// Scores the plan; with a state file, given with the run's identity, from where it ends. The file stays until the report
-/// is written.
+/// Scores what was prepared; with a state file from where it ends. The file stays until the report is written.
 fn evaluate_plan<'a>(
-    plan: &CorpusPlan,
+    prepared: Evaluation<'_>,
     scorer: &'a mut Adapter,
-    evaluation: &evaluate::Options,
-    state: Option<&(PathBuf, String)>,
+    state: Option<State>,
     log: &Log,
 ) -> Result<(Results, Option<Resumable<'a>>), Failure> {
     let mut observer = Observer(log);
-    let Some((path, identity)) = state else {
-        let results = evaluate::evaluate(plan, scorer, evaluation, &mut observer).map_err(Failure::failed)?;
+    let Some(state) = state else {
+        let results = prepared.run(scorer, &mut observer).map_err(Failure::failed)?;
         return Ok((results, None));
     };
-    let mut scorer = Resumable::open(scorer, path, identity).map_err(Failure::failed)?;
-    if scorer.recorded_batches() > 0 {
-        let (batches, path) = (scorer.recorded_batches(), path.display());
+    if state.recorded_batches() > 0 {
+        let (batches, path) = (state.recorded_batches(), state.path().display());
         log.info(format_args!("continuing | {batches} batches are in {path}"));
     }
-    let results = evaluate::evaluate(plan, &mut scorer, evaluation, &mut observer).map_err(Failure::failed)?;
+    let mut scorer = Resumable::new(scorer, state);
+    let results = prepared.run(&mut scorer, &mut observer).map_err(Failure::failed)?;
     Ok((results, Some(scorer)))
 }
 
 fn finish(plan: &CorpusPlan, results: &Results, info: RunInfo, directory: OutputDirectory) -> Result<Vec<u8>, Failure> {
     let report = Report::build(plan, results, info);
-    report.write(directory.path()).map_err(Failure::failed)?;
-    let path = directory.keep().join(report::FILE_NAME);
+    let path = directory.write(&report).map_err(Failure::failed)?;
     let mut text = Vec::new();
     table::write(&mut text, &report, &path).map_err(Failure::failed)?;
     Ok(text)
@@ -156,8 +175,20 @@ fn read(input: &Input) -> Result<CorpusText, Failure> {
     .map_err(Failure::failed)
 }
 
-fn byte_order_mark_note(stream: &str) -> String {
-    format!("stream {stream} begins with a byte-order mark, which is scored as text")
+/// Refuses outputs that would replace a text or a file of the model, which only now are known.
+fn check_apart(options: &ScoreOptions, text: &CorpusText, source: &dyn TextSource) -> Result<(), UsageError> {
+    let beside = |name: &str| options.artifact.with_file_name(name);
+    let volumes: Vec<PathBuf> = match options.artifact.is_dir() {
+        true => Vec::new(),
+        false => source.files().iter().map(|file| beside(&file.name)).collect(),
+    };
+    let texts = text
+        .streams
+        .iter()
+        .map(|stream| ("a text of the corpus", stream.file.as_path()));
+    let volumes = volumes.iter().map(|path| ("a file of the artifact", path.as_path()));
+    let others: Vec<Named<'_>> = texts.chain(volumes).collect();
+    Ok(options.check_apart(&others)?)
 }
 
 /// A window must fit the positions that the model was made for.
@@ -170,12 +201,16 @@ fn check_positions(options: &ScoreOptions, config: &TextConfig) -> Result<(), Us
 }
 
 /// What is asked for, or a new directory named after the run.
-fn output_directory(options: &ScoreOptions, plan: &CorpusPlan, name: &str, signature: &str) -> PathBuf {
+fn output_directory(
+    options: &ScoreOptions,
+    plan: &CorpusPlan,
+    name: &str,
+    signature: &str,
+) -> Result<OutputDirectory, OutputError> {
     if let Some(path) = &options.output {
-        return path.clone();
+        return OutputDirectory::claim(path);
     }
     let shard = options.evaluation.shard;
-    // Shards may start in the same second.
     let mode = match shard.is_whole() {
         true => plan.mode.clone(),
         false => format!("{}-shard-{}-of-{}", plan.mode, shard.index(), shard.count()),
@@ -187,7 +222,7 @@ fn output_directory(options: &ScoreOptions, plan: &CorpusPlan, name: &str, signa
         corpus_id: &plan.id,
         mode: &mode,
     };
-    output::default_directory(&run, SystemTime::now())
+    OutputDirectory::create(&output::default_directory(&run, SystemTime::now()))
 }
 
 fn load_model(options: &ScoreOptions, source: &dyn TextSource, public_tokens: usize) -> Result<Adapter, Failure> {
@@ -234,6 +269,7 @@ impl CausalScorer for Adapter {
             top_k: ask.top_k,
             candidates_per_position: ask.candidates_per_position,
             candidates: ask.candidates.clone(),
+            hidden: ask.hidden,
         };
         let scores = self
             .0
@@ -244,8 +280,29 @@ impl CausalScorer for Adapter {
             top_ids: scores.top_ids,
             top_logprobs: scores.top_logprobs,
             candidate_logprobs: scores.candidate_logprobs,
+            hidden: scores.hidden,
         };
         Ok(scores.into_iter().map(adapt).collect())
+    }
+
+    fn hidden_size(&self) -> Option<usize> {
+        self.0.hidden_size()
+    }
+
+    fn score_rows(
+        &mut self,
+        window: &WindowTokens,
+        reference: &[f32],
+        row: &mut RowVisitor<'_>,
+    ) -> Result<(), ScoreError> {
+        let window = Window {
+            tokens: window.tokens.clone(),
+            first_target: window.first_target,
+        };
+        let mut visit = |run: &[f32], given: &[f32]| row(run, given).map_err(|error| error.0);
+        self.0
+            .rows(&window, reference, &mut visit)
+            .map_err(|error| ScoreError(error.into()))
     }
 }
 

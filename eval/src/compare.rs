@@ -12,9 +12,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::exact_json;
+use crate::files::read_regular;
 use crate::humanize::{exponent_form, significant};
+use crate::report::{ReportFault, check_kl, check_total};
 use crate::statistics::KlFigures;
 use crate::uncertainty::{Block, ClusterKind, Uncertainty};
+
+/// Most tokens of a stream that are believed. A resample draws as many windows as there are, so sums over it stay below 2^64
+/// however the windows are cut.
+const MOST_TOKENS: u64 = 1 << 40;
 
 /// Why two reports cannot be compared.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +40,14 @@ pub enum CompareError {
         path: PathBuf,
         /// What is wrong.
         source: serde_json::Error,
+    },
+    /// A number cannot be right.
+    #[error("{path}: {fault}", path = path.display())]
+    Fault {
+        /// The file.
+        path: PathBuf,
+        /// The field and what is wrong with it.
+        fault: ReportFault,
     },
     /// The runs did not score the same thing.
     #[error("the reports cannot be compared: {}", .0.join("; "))]
@@ -63,6 +77,8 @@ struct LoadedStream {
     id: String,
     domain: String,
     tokens_sha256: Option<String>,
+    scored_tokens: Option<u64>,
+    total_nll: Option<f64>,
     windows: Vec<LoadedWindow>,
 }
 
@@ -132,8 +148,8 @@ pub struct ReportComparison {
     pub windows_equal: u64,
     /// Negative log-likelihood over everything.
     pub mean_nll: Paired,
-    /// `exp(difference)`: the second perplexity over the first.
-    pub perplexity_ratio: f64,
+    /// `exp(difference)`: the second perplexity over the first; `None` beyond the range of f64.
+    pub perplexity_ratio: Option<f64>,
     /// Negative log-likelihood by domain.
     pub domains: BTreeMap<String, Paired>,
     /// Negative log-likelihood by stream, in selection order.
@@ -177,7 +193,7 @@ pub fn compare(first: &Path, second: &Path) -> Result<ReportComparison, CompareE
         windows_better: ordering(std::cmp::Ordering::Less),
         windows_worse: ordering(std::cmp::Ordering::Greater),
         windows_equal: ordering(std::cmp::Ordering::Equal),
-        perplexity_ratio: mean_nll.difference.exp(),
+        perplexity_ratio: Some(mean_nll.difference.exp()).filter(|ratio| ratio.is_finite()),
         mean_nll,
         domains: domains
             .iter()
@@ -192,14 +208,62 @@ pub fn compare(first: &Path, second: &Path) -> Result<ReportComparison, CompareE
 }
 
 fn load(path: &Path) -> Result<Loaded, CompareError> {
-    let text = std::fs::read_to_string(path).map_err(|source| CompareError::Read {
+    let read = |source| CompareError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let bytes = read_regular(path).map_err(read)?;
+    let text = String::from_utf8(bytes).map_err(|error| read(io::Error::new(io::ErrorKind::InvalidData, error)))?;
+    let loaded: Loaded = exact_json::parse(&text).map_err(|source| CompareError::Report {
         path: path.to_owned(),
         source,
     })?;
-    exact_json::parse(&text).map_err(|source| CompareError::Report {
+    loaded.check().map_err(|fault| CompareError::Fault {
         path: path.to_owned(),
-        source,
-    })
+        fault,
+    })?;
+    Ok(loaded)
+}
+
+impl Loaded {
+    /// Checks the numbers that figures are computed from; the versions have no more of them in common.
+    fn check(&self) -> Result<(), ReportFault> {
+        for (i, stream) in self.streams.iter().enumerate() {
+            let at = format!("streams[{i}]");
+            let (mut tokens, mut total) = (0u64, 0.0);
+            for (j, window) in stream.windows.iter().enumerate() {
+                let at = format!("{at}.windows[{j}]");
+                let fault = |problem: String| ReportFault {
+                    field: format!("{at}.scored_tokens"),
+                    problem,
+                };
+                let expected = window.target_end.checked_sub(window.target_begin).filter(|&n| n > 0);
+                if expected != Some(window.scored_tokens) {
+                    let range = format!("{}..{}", window.target_begin, window.target_end);
+                    return Err(fault(format!("is {}, the targets are {range}", window.scored_tokens)));
+                }
+                check_total(&at, window.scored_tokens, window.total_nll)?;
+                if let Some(kl) = &window.kl_divergence {
+                    check_kl(&format!("{at}.kl_divergence"), kl, window.scored_tokens)?;
+                }
+                let sum = tokens.checked_add(window.scored_tokens).filter(|&n| n <= MOST_TOKENS);
+                tokens = sum.ok_or_else(|| fault(format!("is {}, too much for a text", window.scored_tokens)))?;
+                total += window.total_nll;
+            }
+            let fault = |field: &str, found: String, sum: String| ReportFault {
+                field: format!("{at}.{field}"),
+                problem: format!("is {found}, its windows add up to {sum}"),
+            };
+            if let Some(found) = stream.scored_tokens.filter(|&found| found != tokens) {
+                return Err(fault("scored_tokens", found.to_string(), tokens.to_string()));
+            }
+            let off = |found: &f64| (found - total).abs() > 1e-9 * (1.0 + total.abs());
+            if let Some(found) = stream.total_nll.filter(off) {
+                return Err(fault("total_nll", found.to_string(), total.to_string()));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Everything that keeps the runs from being comparable.
@@ -378,14 +442,11 @@ impl ReportComparison {
         }
         row(out, "overall", &self.mean_nll)?;
         writeln!(out)?;
-        write!(out, "perplexity ratio: {}", significant(self.perplexity_ratio, 8))?;
+        let ratio = |nats: f64| Some(nats.exp()).filter(|ratio| ratio.is_finite());
+        let show = |ratio: Option<f64>| ratio.map_or("n/a".to_owned(), |ratio| significant(ratio, 8));
+        write!(out, "perplexity ratio: {}", show(self.perplexity_ratio))?;
         if let Some([low, high]) = self.mean_nll.uncertainty.bootstrap_interval_95 {
-            write!(
-                out,
-                ", 95 % interval {} to {}",
-                significant(low.exp(), 8),
-                significant(high.exp(), 8)
-            )?;
+            write!(out, ", 95 % interval {} to {}", show(ratio(low)), show(ratio(high)))?;
         }
         writeln!(out)?;
         if let Some(kl) = &self.kl_divergence {

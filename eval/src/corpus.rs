@@ -55,6 +55,8 @@ pub struct CorpusText {
     pub source: PathBuf,
     /// The streams, in selection order.
     pub streams: Vec<StreamText>,
+    /// What was ignored on reading, in words.
+    pub notes: Vec<String>,
 }
 
 /// One text of a corpus.
@@ -66,8 +68,19 @@ pub struct StreamText {
     pub domain: String,
     /// Path as reported: relative to the manifest, or absolute for a single text.
     pub path: String,
+    /// Where it was read.
+    pub file: PathBuf,
     /// The validated text.
     pub text: Text,
+}
+
+impl StreamText {
+    /// A byte-order mark is text, and said.
+    fn note(&self) -> Option<String> {
+        let id = &self.id;
+        let note = format!("stream {id} begins with a byte-order mark, which is scored as text");
+        self.text.byte_order_mark.then_some(note)
+    }
 }
 
 impl CorpusText {
@@ -88,10 +101,15 @@ impl CorpusText {
                 id: entry.id.clone(),
                 domain: entry.domain.clone(),
                 path: entry.path.clone(),
+                file,
                 text,
             });
         }
+        let ignored = |field: &String| format!("the manifest's field `{field}` is not known and was ignored");
+        let mut notes: Vec<String> = manifest.unknown.iter().map(ignored).collect();
+        notes.extend(streams.iter().filter_map(StreamText::note));
         Ok(Self {
+            notes,
             id: manifest.corpus_id,
             mode: mode.into(),
             source,
@@ -113,22 +131,16 @@ impl CorpusText {
             id: name.clone(),
             domain: "custom".into(),
             path: source.display().to_string(),
+            file: source.clone(),
             text,
         };
         Ok(Self {
+            notes: stream.note().into_iter().collect(),
             id: format!("custom-{name}"),
             mode: "custom".into(),
             source,
             streams: vec![stream],
         })
-    }
-
-    /// Ids of the streams that begin with a byte-order mark, which is scored as text.
-    pub fn byte_order_marks(&self) -> impl Iterator<Item = &str> {
-        self.streams
-            .iter()
-            .filter(|s| s.text.byte_order_mark)
-            .map(|s| s.id.as_str())
     }
 
     /// Tokenises every stream in one call each, without special tokens, and plans its windows; at most the first
@@ -143,7 +155,10 @@ impl CorpusText {
         mut encode: impl FnMut(&str) -> Result<Vec<u32>, E>,
     ) -> Result<CorpusPlan, CorpusError> {
         let mut streams = Vec::with_capacity(self.streams.len());
-        for StreamText { id, domain, path, text } in self.streams {
+        for StreamText {
+            id, domain, path, text, ..
+        } in self.streams
+        {
             let tokens = match encode(&text.text) {
                 Ok(tokens) => tokens,
                 Err(error) => {
@@ -178,6 +193,7 @@ impl CorpusText {
             mode: self.mode,
             source: self.source,
             protocol,
+            limit,
             streams,
         })
     }
@@ -210,6 +226,8 @@ pub struct CorpusPlan {
     pub source: PathBuf,
     /// Window kind, context and stride.
     pub protocol: Protocol,
+    /// Most windows of a stream; `None` for all.
+    pub limit: Option<usize>,
     /// The streams, in selection order.
     pub streams: Vec<StreamPlan>,
 }
@@ -277,6 +295,7 @@ impl CorpusPlan {
             mode: "custom".into(),
             source: PathBuf::new(),
             protocol,
+            limit: None,
             streams: planned,
         })
     }

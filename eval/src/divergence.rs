@@ -1,4 +1,4 @@
-//! How far one next-token distribution lies from another, in nats: `KL(reference ‖ run)`.
+//! How far one next-token distribution lies from another, in nats: `KL(reference ‖ run)`, and over whole rows the reverse too.
 //!
 //! With the reference's k most probable tokens (log-probabilities `r_j`), this run's log-probabilities `e_j` of the same
 //! tokens, and everything else merged into one bucket:
@@ -19,6 +19,8 @@ const BUCKET_FLOOR: f64 = 1e-12;
 pub struct Position {
     /// `KL(reference ‖ run)`.
     pub kl: f64,
+    /// `KL(run ‖ reference)`; `None` where the reference holds some tokens only.
+    pub reverse_kl: Option<f64>,
     /// Probability that the reference gives to the compared tokens, at most 1.
     pub reference_top_mass: f64,
     /// Probability of the reference's most probable token.
@@ -43,19 +45,18 @@ impl Position {
     /// From whole rows.
     pub fn of_rows(target: [f32; 2], top1_match: bool, reference: &[f32], run: &[f32]) -> Self {
         let first = reference.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        Self::new(
-            target,
-            top1_match,
-            row_divergence(reference, run),
-            1.0,
-            f64::from(first).exp(),
-        )
+        let kl = row_divergence(reference, run);
+        Self {
+            reverse_kl: Some(row_divergence(run, reference)),
+            ..Self::new(target, top1_match, kl, 1.0, f64::from(first).exp())
+        }
     }
 
     fn new([reference, run]: [f32; 2], top1_match: bool, kl: f64, mass: f64, first: f64) -> Self {
         let (reference, run) = (f64::from(reference), f64::from(run));
         Self {
             kl,
+            reverse_kl: None,
             reference_top_mass: mass.min(1.0),
             reference_top_probability: first.min(1.0),
             top1_match,

@@ -1,7 +1,8 @@
-//! Paths and files: absolute lexically normal paths, and writing through a temporary name.
+//! Paths and files: absolute lexically normal paths, reading regular files only, writing through a temporary name, and which
+//! files of a run may not meet.
 
 use std::ffi::OsString;
-use std::fs::File;
+use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, BufWriter, Write};
 use std::path::{Component, Path, PathBuf};
 
@@ -26,8 +27,201 @@ pub(crate) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     PathBuf::from(name)
 }
 
+/// Opens a regular file. Anything else is refused before it is opened: a pipe would wait for a writer, a device need not end.
+///
+/// # Errors
+/// When there is no such file, it cannot be opened, or it is a directory, a pipe or a device.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    match irregular(&fs::metadata(path)?) {
+        None => File::open(path),
+        Some(kind) => Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("it is {kind}, not a regular file"),
+        )),
+    }
+}
+
+/// The bytes of a regular file.
+///
+/// # Errors
+/// See [`open_regular`].
+pub fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    io::Read::read_to_end(&mut open_regular(path)?, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// What a file is when it is no regular one.
+pub fn irregular(found: &Metadata) -> Option<&'static str> {
+    #[cfg(unix)]
+    use std::os::unix::fs::FileTypeExt;
+    let kind = found.file_type();
+    match () {
+        () if kind.is_file() => None,
+        () if kind.is_dir() => Some("a directory"),
+        #[cfg(unix)]
+        () if kind.is_fifo() => Some("a pipe"),
+        #[cfg(unix)]
+        () if kind.is_socket() => Some("a socket"),
+        () => Some("a device"),
+    }
+}
+
+/// A file that cannot be written as asked.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum FilesError {
+    /// It is an input or another output of the same run.
+    #[error("{role} {path:?} is also {other}; a run replaces no file it needs, name another")]
+    Meets {
+        /// What is to be written.
+        role: &'static str,
+        /// Where to.
+        path: PathBuf,
+        /// What is there.
+        other: &'static str,
+    },
+    /// It lies in a directory that is read.
+    #[error("{role} {path:?} lies in the checkpoint {checkpoint:?}, which a run leaves as it is; name another folder")]
+    InCheckpoint {
+        /// What is to be written.
+        role: &'static str,
+        /// Where to.
+        path: PathBuf,
+        /// The directory.
+        checkpoint: PathBuf,
+    },
+    /// It exists and cannot be replaced.
+    #[error("{role} {path:?} is {kind}; name a file")]
+    NotRegular {
+        /// What is to be written.
+        role: &'static str,
+        /// Where to.
+        path: PathBuf,
+        /// What it is.
+        kind: &'static str,
+    },
+    /// Its folder does not exist.
+    #[error("folder of {role} {folder:?} does not exist")]
+    NoFolder {
+        /// What is to be written.
+        role: &'static str,
+        /// The folder.
+        folder: PathBuf,
+    },
+}
+
+/// A file with the option, or the role, it was named by.
+pub type Named<'a> = (&'static str, &'a Path);
+
+/// Checks that the `outputs` are regular or new files, apart from `inputs`, from each other, and not in a checkpoint: what a
+/// run writes may replace an older file of its own kind, never an input, a device, or another result of the same run.
+///
+/// # Errors
+/// The first output that cannot be written as asked.
+pub fn check_apart(inputs: &[Named<'_>], outputs: &[Named<'_>]) -> Result<(), FilesError> {
+    for (index, &(role, path)) in outputs.iter().enumerate() {
+        if let Some(kind) = path.metadata().ok().as_ref().and_then(irregular) {
+            let path = path.to_owned();
+            return Err(FilesError::NotRegular { role, path, kind });
+        }
+        let place = place(path);
+        let mut others = inputs.iter().chain(&outputs[..index]);
+        if let Some(&(other, _)) = others.find(|(_, other)| self::place(other) == place) {
+            let path = path.to_owned();
+            return Err(FilesError::Meets { role, path, other });
+        }
+        let checkpoint = inputs
+            .iter()
+            .find(|(_, input)| input.is_dir() && place.starts_with(self::place(input)));
+        if let Some((_, checkpoint)) = checkpoint {
+            return Err(FilesError::InCheckpoint {
+                role,
+                path: path.to_owned(),
+                checkpoint: checkpoint.to_path_buf(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Checks that the folders of `outputs` exist.
+///
+/// # Errors
+/// The first output whose folder does not.
+pub fn check_folders(outputs: &[Named<'_>]) -> Result<(), FilesError> {
+    for &(role, path) in outputs {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+            let folder = folder.to_owned();
+            return Err(FilesError::NoFolder { role, folder });
+        }
+    }
+    Ok(())
+}
+
+/// Where a path leads, whether or not there is a file yet.
+fn place(path: &Path) -> PathBuf {
+    let of_new_file = || {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new(".")).canonicalize().ok()?;
+        Some(folder.join(path.file_name()?))
+    };
+    path.canonicalize()
+        .ok()
+        .or_else(of_new_file)
+        .unwrap_or_else(|| path.to_owned())
+}
+
+/// Opens `path` for this process alone, emptied. What an interrupted run left there is taken over; a file that a living one
+/// writes is refused.
+fn claim(path: &Path) -> io::Result<File> {
+    loop {
+        let file = OpenOptions::new().write(true).create(true).truncate(false).open(path)?;
+        lock(&file)?;
+        // Opened and locked are two steps: in between the other run may have given its file the final name.
+        if is_at(&file, path)? {
+            file.set_len(0)?;
+            return Ok(file);
+        }
+    }
+}
+
+/// Keeps other runs off an open file until it is closed.
+///
+/// # Errors
+/// `ResourceBusy` when another run has it.
+pub(crate) fn lock(file: &File) -> io::Result<()> {
+    match file.try_lock() {
+        Ok(()) => Ok(()),
+        Err(TryLockError::WouldBlock) => Err(io::Error::new(io::ErrorKind::ResourceBusy, "another run is writing it")),
+        // Some network file systems have no locks.
+        Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+/// Whether `path` still names the open file.
+fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let found = match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        found => found?,
+    };
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let open = file.metadata()?;
+        Ok((open.dev(), open.ino()) == (found.dev(), found.ino()))
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = (file, found);
+        Ok(true)
+    }
+}
+
 /// A buffered file under a temporary name, which appears under its own name only when [`commit`](Self::commit)ted and
-/// is removed when dropped before.
+/// is removed when dropped before. While it exists no other run can write the same file; what a killed run left behind under
+/// the temporary name is taken over by the next one.
 #[derive(Debug)]
 pub struct PendingFile {
     writer: Option<BufWriter<File>>,
@@ -36,16 +230,16 @@ pub struct PendingFile {
 }
 
 impl PendingFile {
-    /// Opens `path` + `suffix` for writing, emptying it if it exists.
+    /// Opens `path` + `suffix` for writing.
     ///
     /// # Errors
-    /// When the file cannot be created, for instance because the directory does not exist.
+    /// When the file cannot be created, for instance because the directory does not exist, or another run is writing it.
     pub fn create(path: &Path, suffix: &str) -> io::Result<Self> {
         if path.is_dir() {
             return Err(io::Error::new(io::ErrorKind::IsADirectory, "is a directory"));
         }
         let temporary = with_suffix(path, suffix);
-        let writer = Some(BufWriter::new(File::create(&temporary)?));
+        let writer = Some(BufWriter::new(claim(&temporary)?));
         Ok(Self {
             writer,
             temporary,
@@ -58,19 +252,19 @@ impl PendingFile {
     /// # Errors
     /// When any of the three fails; the temporary file is then removed.
     pub fn commit(mut self) -> io::Result<()> {
-        if let Some(writer) = self.writer.take() {
-            let stored = writer
-                .into_inner()
-                .map_err(io::IntoInnerError::into_error)
-                .and_then(|file| file.sync_all())
-                .and_then(|()| std::fs::rename(&self.temporary, &self.path));
-            if stored.is_err() {
-                // The first failure is the one to report.
-                let _ = std::fs::remove_file(&self.temporary);
-            }
-            stored?;
+        let Some(writer) = self.writer.take() else {
+            return Ok(());
+        };
+        let stored = writer
+            .into_inner()
+            .map_err(io::IntoInnerError::into_error)
+            // The lock is held until the file has its name.
+            .and_then(|file| file.sync_all().and_then(|()| fs::rename(&self.temporary, &self.path)));
+        if stored.is_err() {
+            // The first failure is the one to report.
+            let _ = fs::remove_file(&self.temporary);
         }
-        Ok(())
+        stored
     }
 }
 
@@ -90,9 +284,9 @@ impl Write for PendingFile {
 impl Drop for PendingFile {
     fn drop(&mut self) {
         if let Some(writer) = self.writer.take() {
+            // Nothing can be done about a file that cannot be removed; the lock is held until it is.
+            let _ = fs::remove_file(&self.temporary);
             drop(writer.into_parts());
-            // Nothing can be done about a file that cannot be removed.
-            let _ = std::fs::remove_file(&self.temporary);
         }
     }
 }
@@ -123,5 +317,81 @@ mod tests {
         file.commit().unwrap();
         assert_eq!((names(), std::fs::read(&path).unwrap()), (1, b"abc".to_vec()));
         assert!(PendingFile::create(dir.path(), ".partial").is_err());
+    }
+
+    #[test]
+    fn two_runs_never_write_one_file_and_a_stale_one_is_taken_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out");
+        fs::write(dir.path().join("out.partial"), "left by a run that was killed").unwrap();
+        let mut first = PendingFile::create(&path, ".partial").unwrap();
+        let refused = PendingFile::create(&path, ".partial").unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ResourceBusy);
+        first.write_all(b"first").unwrap();
+        first.commit().unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"first");
+        drop(PendingFile::create(&path, ".partial").unwrap());
+        assert_eq!(fs::read(&path).unwrap(), b"first");
+    }
+
+    #[test]
+    fn outputs_replace_no_input_and_no_other_output() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("text.txt"), "text").unwrap();
+        fs::write(at("old.bin"), "old").unwrap();
+        fs::create_dir(at("checkpoint")).unwrap();
+        let (text, checkpoint) = (at("text.txt"), at("checkpoint"));
+        let inputs = [("the artifact", checkpoint.as_path()), ("the text", text.as_path())];
+
+        let around = at("checkpoint").join("..").join("text.txt");
+        assert!(matches!(
+            check_apart(&inputs, &[("--save-tokens", &around)]),
+            Err(FilesError::Meets { other: "the text", .. })
+        ));
+        assert!(matches!(
+            check_apart(&inputs, &[("--save-tokens", &at("new")), ("--resume", &at("new"))]),
+            Err(FilesError::Meets {
+                role: "--resume",
+                other: "--save-tokens",
+                ..
+            })
+        ));
+        assert!(matches!(
+            check_apart(&inputs, &[("--save-tokens", &at("checkpoint").join("config.json"))]),
+            Err(FilesError::InCheckpoint { .. })
+        ));
+        assert!(matches!(
+            check_apart(&inputs, &[("--save-tokens", &at("checkpoint"))]),
+            Err(FilesError::NotRegular {
+                kind: "a directory",
+                ..
+            })
+        ));
+        let good = [at("old.bin"), at("new")];
+        let good = [("--save-tokens", good[0].as_path()), ("--resume", good[1].as_path())];
+        assert_eq!((check_apart(&inputs, &good), check_folders(&good)), (Ok(()), Ok(())));
+        assert!(matches!(
+            check_folders(&[("--resume", &at("nowhere").join("state"))]),
+            Err(FilesError::NoFolder { role: "--resume", .. })
+        ));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn devices_are_neither_read_nor_replaced() {
+        let device = Path::new("/dev/zero");
+        assert!(matches!(
+            check_apart(&[], &[("--save-tokens", device)]),
+            Err(FilesError::NotRegular { kind: "a device", .. })
+        ));
+        let message = read_regular(device).unwrap_err().to_string();
+        assert_eq!(message, "it is a device, not a regular file");
+        assert!(
+            open_regular(&std::env::temp_dir())
+                .unwrap_err()
+                .to_string()
+                .contains("a directory")
+        );
     }
 }

@@ -9,6 +9,8 @@ pub enum FileKind {
     TopKPlanes,
     /// `NINFKL01`: top tokens per stream with a digest of the ids.
     StreamTopK,
+    /// `PPLHIDDN`: final hidden states per window.
+    Hidden,
     /// `_logits_`: full rows in 16-bit codes, as `llama-perplexity --kl-divergence-base` writes them.
     LlamaBase,
     /// A GGUF model.
@@ -23,13 +25,16 @@ impl FileKind {
     /// What to tell a user who named this file.
     pub fn description(self) -> &'static str {
         match self {
-            Self::TopTokens => "a top-token reference (NINFTOPK, one record per window)",
+            Self::TopTokens => {
+                "a top-token reference (NINFTOPK, one record per window); give it with --kl-reference instead"
+            }
             Self::TopKPlanes => {
                 "the other NINFTOPK layout, with a byte-order marker and one plane per quantity; its divergence has the \
                  opposite direction and its tokens carry no fingerprint"
             }
             Self::StreamTopK => "a NINFKL01 record (top tokens per stream)",
-            Self::LlamaBase => "a llama.cpp logit base (_logits_); give it as the logits reference instead",
+            Self::Hidden => "a hidden-state reference; give it with --kl-hidden instead",
+            Self::LlamaBase => "a llama.cpp logit base (_logits_); give it with --kl-base instead",
             Self::Gguf => "a GGUF model",
             Self::Zip => "a zip archive",
             Self::Json => "JSON text, such as a report or a tokens file",
@@ -50,6 +55,7 @@ pub fn identify(prefix: &[u8]) -> Option<FileKind> {
             _ => Some(FileKind::TopTokens),
         },
         _ if prefix.starts_with(b"NINFKL01") => Some(FileKind::StreamTopK),
+        _ if prefix.starts_with(b"PPLHIDDN") => Some(FileKind::Hidden),
         _ if prefix.starts_with(b"_logits_") => Some(FileKind::LlamaBase),
         _ if prefix.starts_with(b"GGUF") => Some(FileKind::Gguf),
         _ if prefix.starts_with(b"PK\x03\x04") => Some(FileKind::Zip),
@@ -69,10 +75,11 @@ mod tests {
 
     #[test]
     fn files_are_told_apart_by_content() {
-        let cases: [(&[u8], Option<FileKind>); 9] = [
+        let cases: [(&[u8], Option<FileKind>); 10] = [
             (b"NINFTOPK\x01\0\0\0\x20\0\0\0", Some(FileKind::TopTokens)),
             (b"NINFTOPK\x01\0\0\0\x04\x03\x02\x01", Some(FileKind::TopKPlanes)),
             (b"NINFKL01\x3c\0\0\0", Some(FileKind::StreamTopK)),
+            (b"PPLHIDDN\x01\0\0\0", Some(FileKind::Hidden)),
             (b"_logits_\0\x02\0\0", Some(FileKind::LlamaBase)),
             (b"GGUF\x03\0\0\0", Some(FileKind::Gguf)),
             (b"PK\x03\x04", Some(FileKind::Zip)),

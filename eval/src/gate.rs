@@ -170,7 +170,7 @@ mod tests {
             windows_worse: 0,
             windows_equal: 0,
             mean_nll: paired(2.0, nll[0], nll[1]),
-            perplexity_ratio: 1.0,
+            perplexity_ratio: Some(1.0),
             domains: BTreeMap::new(),
             streams: Vec::new(),
             kl_divergence: Some(PairedKl {

@@ -2,12 +2,18 @@
 //!
 //! A manifest is a UTF-8 JSON object `{corpus_id, streams: [{id, domain, path, bytes?, sha256?}], modes}`. The modes
 //! `quick` and `full` must exist; any further mode is allowed. Every mode is checked, whichever one is selected.
-//! Unknown fields are ignored. Selection order is the order of the mode's list.
+//! Unknown fields are ignored, and named in [`Manifest::unknown`]. Selection order is the order of the mode's list.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
+
+use crate::files::read_regular;
+
+/// Fields of a manifest and of a stream.
+const FIELDS: [&str; 3] = ["corpus_id", "streams", "modes"];
+const STREAM_FIELDS: [&str; 5] = ["id", "domain", "path", "bytes", "sha256"];
 
 /// Modes every manifest must define.
 pub const REQUIRED_MODES: [&str; 2] = ["quick", "full"];
@@ -22,6 +28,14 @@ pub enum ManifestError {
         path: PathBuf,
         /// What the system said.
         source: std::io::Error,
+    },
+    /// A file breaks a rule.
+    #[error("{path}: {source}", path = path.display())]
+    In {
+        /// The manifest.
+        path: PathBuf,
+        /// The rule.
+        source: Box<ManifestError>,
     },
     /// The file is not JSON.
     #[error("the manifest is not valid JSON: {0}")]
@@ -116,6 +130,8 @@ pub struct Manifest {
     pub corpus_id: String,
     /// All streams, in file order.
     pub streams: Vec<StreamEntry>,
+    /// Fields that no rule knows and nothing reads, such as `streams[].license`, each once.
+    pub unknown: BTreeSet<String>,
     /// Mode name to stream indices, in selection order.
     modes: BTreeMap<String, Vec<usize>>,
 }
@@ -124,13 +140,16 @@ impl Manifest {
     /// Reads and checks a manifest file.
     ///
     /// # Errors
-    /// When the file cannot be read or breaks a rule of the schema.
+    /// When the file cannot be read or breaks a rule of the schema; the message names it.
     pub fn read(path: &Path) -> Result<Self, ManifestError> {
-        let bytes = std::fs::read(path).map_err(|source| ManifestError::Read {
+        let bytes = read_regular(path).map_err(|source| ManifestError::Read {
             path: path.to_owned(),
             source,
         })?;
-        Self::parse(&bytes)
+        Self::parse(&bytes).map_err(|source| ManifestError::In {
+            path: path.to_owned(),
+            source: Box::new(source),
+        })
     }
 
     /// Checks a manifest held in memory.
@@ -145,11 +164,13 @@ impl Manifest {
                 expected: "an object",
             });
         }
+        let mut unknown = unknown(&root, &FIELDS, "");
         let corpus_id = string(&root, "corpus_id", "corpus_id")?;
         let mut streams = Vec::new();
         let mut index_of = BTreeMap::new();
         for (i, value) in array(&root, "streams", "streams")?.iter().enumerate() {
             let entry = stream(value, &format!("streams[{i}]"))?;
+            unknown.extend(self::unknown(value, &STREAM_FIELDS, "streams[]."));
             if index_of.insert(entry.id.clone(), i).is_some() {
                 return Err(ManifestError::DuplicateStream { id: entry.id });
             }
@@ -173,6 +194,7 @@ impl Manifest {
         Ok(Self {
             corpus_id,
             streams,
+            unknown,
             modes,
         })
     }
@@ -195,6 +217,15 @@ impl Manifest {
             }),
         }
     }
+}
+
+/// Names of the fields of `object` that are not in `known`.
+fn unknown(object: &Value, known: &[&str], at: &str) -> BTreeSet<String> {
+    let fields = object.as_object().into_iter().flat_map(|fields| fields.keys());
+    fields
+        .filter(|name| !known.contains(&name.as_str()))
+        .map(|name| format!("{at}{name}"))
+        .collect()
 }
 
 fn field<'a>(object: &'a Value, name: &str, path: &str) -> Result<&'a Value, ManifestError> {
@@ -353,10 +384,20 @@ mod tests {
         assert_eq!(ids("full"), ["b", "a"]);
         assert_eq!(ids("demo"), ["a"]);
         assert_eq!(manifest.select("full").unwrap()[1].path, "data/a.txt");
+        assert!(manifest.unknown.iter().eq(["note"]));
         assert_eq!(
             manifest.select("huge").unwrap_err().to_string(),
             "the manifest has no mode `huge`; it has demo, full, quick"
         );
+    }
+
+    #[test]
+    fn unknown_fields_are_named_once() {
+        let mut value = good();
+        value["streams"][0]["sha265"] = json!("typo");
+        value["streams"][1]["sha265"] = json!("typo");
+        let manifest = parse(&value).unwrap();
+        assert!(manifest.unknown.iter().eq(["note", "streams[].sha265"]));
     }
 
     #[test]

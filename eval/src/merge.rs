@@ -100,7 +100,7 @@ pub fn merge(mut parts: Vec<Report>) -> Result<Report, MergeError> {
     let kl_divergence = parts[0]
         .kl_divergence
         .as_ref()
-        .map(|kl| joined_kl(kl, &streams, &joined));
+        .map(|kl| joined_kl(kl, head_error(&parts), &streams, &joined));
     let mut notes: Vec<String> = Vec::new();
     // What a shard says of its own coverage is said anew of the whole.
     let of_shard = |part: &Report, note: &String| {
@@ -134,7 +134,7 @@ pub fn merge(mut parts: Vec<Report>) -> Result<Report, MergeError> {
         DomainReport::new(name, sum, &streams, kl)
     };
     let first = parts[0].clone();
-    Ok(Report {
+    let merged = Report {
         denominators: Denominators::new(first.denominators.softmax_rows, &streams),
         timing,
         domains: joined.domains.iter().map(domain).collect(),
@@ -144,7 +144,9 @@ pub fn merge(mut parts: Vec<Report>) -> Result<Report, MergeError> {
         shard: None,
         notes,
         ..first
-    })
+    };
+    merged.check().map_err(ReportError::from)?;
+    Ok(merged)
 }
 
 /// The first field of the circumstances that differs.
@@ -168,7 +170,12 @@ fn difference(a: &Report, b: &Report) -> Result<Option<String>, MergeError> {
     if rows(&a) != rows(&b) {
         return Ok(Some("denominators.softmax_rows".into()));
     }
-    let kl = &["reference", "reference_top_tokens", "reference_provenance"];
+    let kl = &[
+        "reference",
+        "reference_kind",
+        "reference_top_tokens",
+        "reference_provenance",
+    ];
     if let Some(field) = kl
         .iter()
         .find(|&&field| a["kl_divergence"][field] != b["kl_divergence"][field])
@@ -241,12 +248,20 @@ impl Joined {
     }
 }
 
+/// The largest of the shards.
+fn head_error(parts: &[Report]) -> Option<f64> {
+    let errors = parts
+        .iter()
+        .filter_map(|part| part.kl_divergence.as_ref()?.reference_head_error);
+    errors.reduce(f64::max)
+}
+
 fn uncertainty(streams: &[StreamReport], block: impl Fn(&WindowReport) -> Block) -> Uncertainty {
     let blocks: Vec<Vec<Block>> = streams.iter().map(|s| s.windows.iter().map(&block).collect()).collect();
     Uncertainty::of(&blocks)
 }
 
-fn joined_kl(kl: &KlReport, streams: &[StreamReport], joined: &Joined) -> KlReport {
+fn joined_kl(kl: &KlReport, head_error: Option<f64>, streams: &[StreamReport], joined: &Joined) -> KlReport {
     let part = |total: fn(&Sums) -> f64| {
         uncertainty(streams, move |window| {
             let sums = window.kl_divergence.as_ref().map(Sums::of_figures).unwrap_or_default();
@@ -259,7 +274,9 @@ fn joined_kl(kl: &KlReport, streams: &[StreamReport], joined: &Joined) -> KlRepo
     let results = KlResults {
         source: KlSource {
             path: PathBuf::from(&kl.reference),
+            kind: kl.reference_kind,
             top_tokens: kl.reference_top_tokens,
+            head_error,
             provenance: kl.reference_provenance.clone(),
         },
         overall: KlDetail::joined(streams.iter().filter_map(|s| s.kl_divergence.as_ref())),

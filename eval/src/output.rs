@@ -1,9 +1,15 @@
-//! The output directory: named by the user, or by what is run and when.
+//! The output directory: named by the user, or by what is run and when; claimed before the expensive part.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
+
+use crate::files::{PendingFile, with_suffix};
+use crate::report::{FILE_NAME, Report, ReportError};
+
+/// What the report's name ends in while it is not complete.
+const PENDING: &str = ".tmp";
 
 /// Why a directory cannot take the results.
 #[derive(Debug, thiserror::Error)]
@@ -20,6 +26,12 @@ pub enum OutputError {
         /// The file.
         path: PathBuf,
     },
+    /// Another run has it.
+    #[error("another run is writing to the output directory {path}; name another", path = path.display())]
+    Busy {
+        /// The directory.
+        path: PathBuf,
+    },
     /// The system refuses.
     #[error("cannot use the output directory {path}: {source}", path = path.display())]
     Io {
@@ -30,7 +42,8 @@ pub enum OutputError {
     },
 }
 
-/// Checks, without creating anything, that `path` is absent or an empty directory.
+/// Checks, without creating anything, that `path` is absent or an empty directory. What a killed run left of its report does
+/// not count.
 ///
 /// # Errors
 /// When it is a file or has entries.
@@ -43,23 +56,104 @@ pub fn check(path: &Path) -> Result<(), OutputError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(source) => Err(failed(source)),
         Ok(found) if !found.is_dir() => Err(OutputError::NotADirectory { path: path.to_owned() }),
-        Ok(_) => match fs::read_dir(path).map_err(failed)?.next() {
-            None => Ok(()),
-            Some(_) => Err(OutputError::NotEmpty { path: path.to_owned() }),
-        },
+        Ok(_) => {
+            let pending = with_suffix(Path::new(FILE_NAME), PENDING);
+            for entry in fs::read_dir(path).map_err(failed)? {
+                if entry.map_err(failed)?.file_name() != pending {
+                    return Err(OutputError::NotEmpty { path: path.to_owned() });
+                }
+            }
+            Ok(())
+        }
     }
 }
 
-/// Checks `path` and creates it with its parents.
-///
-/// # Errors
-/// When it is a file, has entries, or cannot be created.
-pub fn prepare(path: &Path) -> Result<(), OutputError> {
-    check(path)?;
-    fs::create_dir_all(path).map_err(|source| OutputError::Io {
-        path: path.to_owned(),
-        source,
-    })
+/// A directory that waits for its report, which no other run can write meanwhile. Dropped without one, it is removed again
+/// if this run made it.
+#[derive(Debug)]
+pub struct OutputDirectory {
+    path: PathBuf,
+    report: Option<PendingFile>,
+    created: bool,
+}
+
+impl OutputDirectory {
+    /// Takes `path`, creating it with its parents unless it is an empty directory.
+    ///
+    /// # Errors
+    /// When it is a file, has entries, cannot be created, or another run has it.
+    pub fn claim(path: &Path) -> Result<Self, OutputError> {
+        check(path)?;
+        let created = !path.exists();
+        fs::create_dir_all(path).map_err(|source| io_error(path, source))?;
+        let directory = Self::hold(path.to_owned(), created)?;
+        // A run that had it may have finished since the first check.
+        check(path)?;
+        Ok(directory)
+    }
+
+    /// Makes a new directory: `path`, or the first of `path-2`, `path-3`, ... that does not exist, so that runs that start in
+    /// the same second do not meet.
+    ///
+    /// # Errors
+    /// When it cannot be created.
+    pub fn create(path: &Path) -> Result<Self, OutputError> {
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent).map_err(|source| io_error(parent, source))?;
+        }
+        for number in 1u64.. {
+            let path = match number {
+                1 => path.to_owned(),
+                _ => with_suffix(path, &format!("-{number}")),
+            };
+            match fs::create_dir(&path) {
+                Ok(()) => return Self::hold(path, true),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(source) => return Err(io_error(&path, source)),
+            }
+        }
+        unreachable!("there are fewer directories than numbers")
+    }
+
+    fn hold(path: PathBuf, created: bool) -> Result<Self, OutputError> {
+        let report = PendingFile::create(&path.join(FILE_NAME), PENDING).map_err(|source| match source.kind() {
+            io::ErrorKind::ResourceBusy => OutputError::Busy { path: path.clone() },
+            _ => io_error(&path, source),
+        })?;
+        Ok(Self {
+            path,
+            report: Some(report),
+            created,
+        })
+    }
+
+    /// Writes the report and returns its path.
+    ///
+    /// # Errors
+    /// When a figure is not finite or the file cannot be written; nothing is left behind then.
+    pub fn write(mut self, report: &Report) -> Result<PathBuf, ReportError> {
+        let path = self.path.join(FILE_NAME);
+        if let Some(file) = self.report.take() {
+            report.store(file, &path)?;
+        }
+        self.created = false;
+        Ok(path)
+    }
+}
+
+impl Drop for OutputDirectory {
+    fn drop(&mut self) {
+        drop(self.report.take());
+        if self.created {
+            // Fails when something is in it, and then it should stay.
+            let _ = fs::remove_dir(&self.path);
+        }
+    }
+}
+
+fn io_error(path: &Path, source: io::Error) -> OutputError {
+    let path = path.to_owned();
+    OutputError::Io { path, source }
 }
 
 /// What names the default directory.
@@ -174,15 +268,49 @@ mod tests {
     fn only_new_or_empty_directories_are_accepted() {
         let dir = tempfile::tempdir().unwrap();
         let new = dir.path().join("a/b");
-        prepare(&new).unwrap();
-        prepare(&new).unwrap();
+        drop(OutputDirectory::claim(&new).unwrap());
+        assert!(!new.exists(), "a run without a report leaves no directory");
+        fs::create_dir_all(&new).unwrap();
+        drop(OutputDirectory::claim(&new).unwrap());
+        assert!(new.exists(), "a directory of the user's stays");
         fs::write(new.join("x"), "").unwrap();
-        assert!(matches!(prepare(&new), Err(OutputError::NotEmpty { .. })));
         assert!(matches!(
-            prepare(&new.join("x")),
+            OutputDirectory::claim(&new),
+            Err(OutputError::NotEmpty { .. })
+        ));
+        assert!(matches!(
+            OutputDirectory::claim(&new.join("x")),
             Err(OutputError::NotADirectory { .. })
         ));
-        assert!(matches!(prepare(&new.join("x/y")), Err(OutputError::Io { .. })));
+        assert!(matches!(
+            OutputDirectory::claim(&new.join("x/y")),
+            Err(OutputError::Io { .. })
+        ));
         assert!(check(&dir.path().join("absent")).is_ok() && !dir.path().join("absent").exists());
+    }
+
+    #[test]
+    fn two_runs_share_no_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out");
+        let first = OutputDirectory::claim(&path).unwrap();
+        assert!(matches!(OutputDirectory::claim(&path), Err(OutputError::Busy { .. })));
+        drop(first);
+        // A killed run leaves an unlocked beginning.
+        fs::create_dir_all(&path).unwrap();
+        fs::write(path.join("report.json.tmp"), "{").unwrap();
+        assert!(OutputDirectory::claim(&path).is_ok());
+    }
+
+    #[test]
+    fn runs_of_one_second_get_directories_of_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("deep/19700101-000000");
+        let runs: Vec<_> = (0..3).map(|_| OutputDirectory::create(&path).unwrap()).collect();
+        let names: Vec<_> = runs
+            .iter()
+            .map(|run| run.path.file_name().unwrap().to_owned())
+            .collect();
+        assert_eq!(names, ["19700101-000000", "19700101-000000-2", "19700101-000000-3"]);
     }
 }

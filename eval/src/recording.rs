@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use crate::corpus::CorpusPlan;
 use crate::divergence::Position;
-use crate::evaluate::{EvaluateError, Job, KlSource, Options, SaveLogits, SaveTopTokens, all_jobs};
-use crate::files::absolute;
+use crate::evaluate::{EvaluateError, Job, KlSource, Options, ReferenceKind, SaveLogits, SaveTopTokens, all_jobs};
+use crate::files::{PendingFile, absolute, check_apart};
 use crate::fingerprint::fingerprint;
+use crate::hidden::{self, SaveHidden};
 use crate::llama_base::{self, LlamaBaseError, Shape};
 use crate::scorer::{ScoreRequest, WindowScores};
 use crate::tokens_json;
@@ -24,6 +25,11 @@ pub(crate) struct Files<'a> {
     reference: Option<Reference<'a>>,
     logits_out: Option<llama_base::Writer>,
     logits_reference: Option<llama_base::Reader>,
+    save_hidden: Option<hidden::Writer>,
+    /// Values of a saved hidden state; 0 when none are saved.
+    hidden_size: usize,
+    hidden_reference: Option<HiddenReference<'a>>,
+    tokens: Option<(PathBuf, PendingFile)>,
     /// A row of the logit base.
     row: Vec<f32>,
 }
@@ -34,21 +40,40 @@ struct Reference<'a> {
     windows: Box<dyn Iterator<Item = Job> + 'a>,
 }
 
-impl fmt::Debug for Reference<'_> {
+/// Hidden states to compare with, and how well this run's output head gives back what their own run scored.
+struct HiddenReference<'a> {
+    reader: hidden::Reader,
+    windows: Box<dyn Iterator<Item = Job> + 'a>,
+    /// Log-probabilities of the current window's targets in the reference's own run.
+    targets: std::vec::IntoIter<f32>,
+    /// Largest change of one of them by this run's head.
+    head_error: f64,
+}
+
+impl fmt::Debug for Files<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.reader.fmt(f)
+        f.debug_struct("Files").finish_non_exhaustive()
     }
 }
 
 impl<'a> Files<'a> {
     /// Checks what needs neither plan nor model.
-    pub(crate) fn check(options: &Options) -> Result<(), EvaluateError> {
-        let rows = options.logits_out.is_some() || options.logits_reference.is_some();
-        if rows && (options.save_top_tokens.is_some() || options.kl_reference.is_some()) {
-            let message = "logit bases and top-token references cannot be used in one run; run twice";
+    pub(crate) fn check(options: &'a Options) -> Result<(), EvaluateError> {
+        let rows = options.logits_out.is_some() || options.logits_reference.is_some() || options.kl_hidden.is_some();
+        let scores =
+            options.save_top_tokens.is_some() || options.kl_reference.is_some() || options.save_hidden.is_some();
+        if rows && scores {
+            let message = "whole rows (logit bases, a comparison with hidden states) and recorded scores (top tokens, hidden \
+                           states) cannot be used in one run; run twice";
             return Err(EvaluateError::Combination(message));
         }
-        if !options.shard.is_whole() && (options.save_top_tokens.is_some() || rows) {
+        if options.logits_reference.is_some() && options.kl_hidden.is_some() {
+            let message = "a run is compared with one reference; run twice";
+            return Err(EvaluateError::Combination(message));
+        }
+        let recorded = options.save_top_tokens.is_some() || options.save_hidden.is_some();
+        let base = options.logits_out.is_some() || options.logits_reference.is_some();
+        if !options.shard.is_whole() && (recorded || base) {
             let message = "a reference must hold all windows: record it without a shard";
             return Err(EvaluateError::Combination(message));
         }
@@ -62,28 +87,30 @@ impl<'a> Files<'a> {
                 limit: MAX_TOP_K.into(),
             });
         }
-        let written: Vec<&PathBuf> = [
-            options.save_top_tokens.as_ref().map(|save| &save.path),
-            options.save_tokens.as_ref(),
-            options.logits_out.as_ref().map(|save| &save.path),
-        ]
-        .into_iter()
-        .flatten()
-        .collect();
-        let read = [options.kl_reference.as_ref(), options.logits_reference.as_ref()]
-            .into_iter()
-            .flatten();
-        for (i, path) in written.iter().copied().chain(read).enumerate() {
-            if written.iter().take(i).any(|other| same_file(other, path)) {
-                return Err(EvaluateError::SameFile { path: path.clone() });
-            }
-        }
-        if let Some(path) = &options.kl_reference {
-            top_tokens::Reader::open(path)?;
-        }
-        if let Some(path) = &options.logits_reference {
-            llama_base::Reader::open(path)?;
-        }
+        let read = [
+            ("the top-token reference", options.kl_reference.as_deref()),
+            ("the logit base", options.logits_reference.as_deref()),
+            ("the hidden-state reference", options.kl_hidden.as_deref()),
+        ];
+        let written = [
+            (
+                "the recorded hidden states",
+                options.save_hidden.as_ref().map(|save| save.path.as_path()),
+            ),
+            (
+                "the recorded reference",
+                options.save_top_tokens.as_ref().map(|save| save.path.as_path()),
+            ),
+            ("the tokens file", options.save_tokens.as_deref()),
+            (
+                "the recorded logit base",
+                options.logits_out.as_ref().map(|save| save.path.as_path()),
+            ),
+        ];
+        let named = |files: &[(&'static str, Option<&'a Path>)]| -> Vec<(&'static str, &'a Path)> {
+            files.iter().filter_map(|&(role, path)| Some((role, path?))).collect()
+        };
+        check_apart(&named(&read), &named(&written))?;
         Ok(())
     }
 
@@ -95,11 +122,22 @@ impl<'a> Files<'a> {
             ..Self::default()
         };
         if let Some(path) = &options.kl_reference {
-            let reader = top_tokens::Reader::open(path)?;
+            let mut reader = top_tokens::Reader::open(path)?;
             reader.check_run(plan, public_tokens)?;
+            reader.check_windows(all_jobs(plan).map(|job| key(plan, &job)))?;
             files.reference = Some(Reference {
                 reader,
                 windows: Box::new(all_jobs(plan)),
+            });
+        }
+        if let Some(path) = &options.kl_hidden {
+            let mut reader = hidden::Reader::open(path)?;
+            reader.check_run(plan, public_tokens, all_jobs(plan).map(|job| key(plan, &job)))?;
+            files.hidden_reference = Some(HiddenReference {
+                reader,
+                windows: Box::new(all_jobs(plan)),
+                targets: Vec::new().into_iter(),
+                head_error: 0.0,
             });
         }
         if options.logits_out.is_some() || options.logits_reference.is_some() {
@@ -139,11 +177,8 @@ impl<'a> Files<'a> {
             }
         }
         if let Some(path) = &options.save_tokens {
-            let write = tokens_json::write(path, plan, public_tokens);
-            write.map_err(|source| EvaluateError::TokensFile {
-                path: path.clone(),
-                source,
-            })?;
+            let file = tokens_json::write(path, plan, public_tokens).map_err(tokens_file(path))?;
+            files.tokens = Some((path.clone(), file));
         }
         if let Some(SaveTopTokens {
             path,
@@ -162,24 +197,60 @@ impl<'a> Files<'a> {
             files.save = Some(top_tokens::Writer::create(path, &header, options.provenance.clone())?);
             files.save_k = *top_k as usize;
         }
+        if let Some(SaveHidden {
+            path,
+            hidden_size,
+            precision,
+        }) = &options.save_hidden
+        {
+            let header = hidden::Header::of(plan, *hidden_size, *precision, public_tokens).ok_or(
+                EvaluateError::Combination("a hidden-state reference holds contexts below 2^32 tokens only"),
+            )?;
+            let writer = hidden::Writer::create(path, &header, options.provenance.clone())?;
+            files.save_hidden = Some(writer);
+            files.hidden_size = *hidden_size as usize;
+        }
         Ok(files)
+    }
+
+    /// Checks what only the model can say: whether its hidden states are those of the files.
+    pub(crate) fn check_hidden_size(&self, options: &Options, found: Option<usize>) -> Result<(), EvaluateError> {
+        let reference = self
+            .hidden_reference
+            .as_ref()
+            .map(|reference| reference.reader.header().hidden_size);
+        let saved = options.save_hidden.as_ref().map(|save| save.hidden_size);
+        match reference.or(saved) {
+            Some(expected) if found != Some(expected as usize) => Err(EvaluateError::HiddenSize {
+                expected: expected as usize,
+                found,
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// Whether positions are compared.
     pub(crate) fn compares(&self) -> bool {
-        self.reference.is_some() || self.logits_reference.is_some()
+        self.reference.is_some() || self.logits_reference.is_some() || self.hidden_reference.is_some()
     }
 
     /// What is compared with.
     pub(crate) fn source(&self, options: &Options) -> Result<Option<KlSource>, EvaluateError> {
-        let Some(path) = options.kl_reference.as_ref().or(options.logits_reference.as_ref()) else {
-            return Ok(None);
+        let (path, kind) = match (&options.kl_reference, &options.logits_reference, &options.kl_hidden) {
+            (Some(path), _, _) => (path, ReferenceKind::TopTokens),
+            (_, Some(path), _) => (path, ReferenceKind::LogitBase),
+            (_, _, Some(path)) => (path, ReferenceKind::HiddenStates),
+            (None, None, None) => return Ok(None),
         };
-        let reader = self.reference.as_ref().map(|reference| &reference.reader);
+        let top_tokens = self.reference.as_ref().map(|reference| &reference.reader);
+        let hidden = self.hidden_reference.as_ref();
+        let of_states = hidden.and_then(|reference| reference.reader.provenance());
         Ok(Some(KlSource {
             path: resolve(path)?,
-            top_tokens: reader.map(|reader| reader.header().top_k),
-            provenance: reader.and_then(|reader| reader.provenance().cloned()),
+            kind,
+            top_tokens: top_tokens.map(|reader| reader.header().top_k),
+            head_error: hidden.map(|reference| reference.head_error),
+            provenance: top_tokens.and_then(|reader| reader.provenance()).or(of_states).cloned(),
         }))
     }
 
@@ -194,9 +265,42 @@ impl<'a> Files<'a> {
         }))
     }
 
+    /// The hidden-state reference that is written.
+    pub(crate) fn saved_hidden(options: &Options) -> Result<Option<SaveHidden>, EvaluateError> {
+        let Some(save) = &options.save_hidden else {
+            return Ok(None);
+        };
+        Ok(Some(SaveHidden {
+            path: resolve(&save.path)?,
+            ..save.clone()
+        }))
+    }
+
+    /// Hidden values that a window of so many positions must have.
+    pub(crate) fn hidden_values(&self, positions: usize) -> usize {
+        positions * self.hidden_size
+    }
+
     /// Whether whole rows are needed.
     pub(crate) fn wants_rows(&self) -> bool {
-        self.logits_out.is_some() || self.logits_reference.is_some()
+        self.logits_out.is_some() || self.logits_reference.is_some() || self.hidden_reference.is_some()
+    }
+
+    /// The hidden states that a window is compared with; empty without such a reference.
+    pub(crate) fn read_hidden(&mut self, job: &Job) -> Result<Vec<f32>, TopTokenError> {
+        let (Some(reference), Some(plan)) = (&mut self.hidden_reference, self.plan) else {
+            return Ok(Vec::new());
+        };
+        for window in reference.windows.by_ref() {
+            let (key, name) = key(plan, &window);
+            if (window.stream, window.index) == (job.stream, job.index) {
+                let record = reference.reader.read(&key, name)?;
+                reference.targets = record.logprobs.into_iter();
+                return Ok(record.states);
+            }
+            reference.reader.skip(&key, name)?;
+        }
+        Ok(Vec::new())
     }
 
     /// The records of the batch's windows; empty without a reference.
@@ -224,6 +328,7 @@ impl<'a> Files<'a> {
         let Some(reference) = &self.reference else {
             return ScoreRequest {
                 top_k: self.save_k,
+                hidden: self.save_hidden.is_some(),
                 ..ScoreRequest::default()
             };
         };
@@ -232,6 +337,7 @@ impl<'a> Files<'a> {
             top_k: self.save_k.max(1),
             candidates_per_position: reference.reader.header().top_k as usize,
             candidates: records.iter().map(|record| record.top_ids.clone()).collect(),
+            hidden: self.save_hidden.is_some(),
         }
     }
 
@@ -251,9 +357,12 @@ impl<'a> Files<'a> {
 
     /// Records a window.
     pub(crate) fn save(&mut self, job: &Job, scores: &WindowScores, ask: &ScoreRequest) -> Result<(), TopTokenError> {
-        let (Some(writer), Some(plan)) = (&mut self.save, self.plan) else {
-            return Ok(());
-        };
+        let Some(plan) = self.plan else { return Ok(()) };
+        if let Some(writer) = &mut self.save_hidden {
+            let (key, name) = key(plan, job);
+            writer.write(&key, name, &scores.logprobs, &scores.hidden)?;
+        }
+        let Some(writer) = &mut self.save else { return Ok(()) };
         // A request is never narrower than what is saved, and wider only if nothing is.
         debug_assert_eq!(ask.top_k, self.save_k);
         writer.write(
@@ -264,16 +373,30 @@ impl<'a> Files<'a> {
         )
     }
 
-    /// Records and compares a position's whole row.
-    pub(crate) fn take_row(&mut self, row: &[f32], target: u32) -> Result<Option<Position>, LlamaBaseError> {
+    /// Records and compares a position's whole row; `given` is what the head makes of the reference's hidden state.
+    pub(crate) fn take_row(
+        &mut self,
+        row: &[f32],
+        given: &[f32],
+        target: u32,
+    ) -> Result<Option<Position>, LlamaBaseError> {
         if let Some(writer) = &mut self.logits_out {
             writer.write_row(row)?;
+        }
+        let target = target as usize;
+        if let Some(reference) = &mut self.hidden_reference {
+            // One per row: the record holds as many as the window has positions.
+            let own = reference.targets.next().unwrap_or(given[target]);
+            reference.head_error = reference
+                .head_error
+                .max((f64::from(own) - f64::from(given[target])).abs());
+            let agree = most_probable(given) == most_probable(row);
+            return Ok(Some(Position::of_rows([own, row[target]], agree, given, row)));
         }
         let Some(reader) = &mut self.logits_reference else {
             return Ok(None);
         };
         reader.read_row(&mut self.row)?;
-        let target = target as usize;
         let agree = most_probable(&self.row) == most_probable(row);
         Ok(Some(Position::of_rows(
             [self.row[target], row[target]],
@@ -283,23 +406,27 @@ impl<'a> Files<'a> {
         )))
     }
 
-    /// Completes what was recorded and checks that the reference ends here.
+    /// Gives what was recorded its names.
     pub(crate) fn finish(self) -> Result<(), EvaluateError> {
-        if let (Some(mut reference), Some(plan)) = (self.reference, self.plan) {
-            for window in reference.windows.by_ref() {
-                let (key, name) = key(plan, &window);
-                reference.reader.skip(&key, name)?;
-            }
-            reference.reader.finish()?;
-        }
         if let Some(writer) = self.save {
+            writer.finish()?;
+        }
+        if let Some(writer) = self.save_hidden {
             writer.finish()?;
         }
         if let Some(writer) = self.logits_out {
             writer.finish()?;
         }
+        if let Some((path, file)) = self.tokens {
+            file.commit().map_err(tokens_file(&path))?;
+        }
         Ok(())
     }
+}
+
+fn tokens_file(path: &Path) -> impl FnOnce(std::io::Error) -> EvaluateError {
+    let path = path.to_owned();
+    |source| EvaluateError::TokensFile { path, source }
 }
 
 /// `path` made absolute.
@@ -334,13 +461,4 @@ fn most_probable(row: &[f32]) -> usize {
     row.iter()
         .enumerate()
         .fold(0, |best, (i, value)| if *value > row[best] { i } else { best })
-}
-
-/// Whether two paths name one file, which need not exist.
-fn same_file(a: &Path, b: &Path) -> bool {
-    let resolve = |path: &Path| path.canonicalize().or_else(|_| absolute(path)).ok();
-    match (resolve(a), resolve(b)) {
-        (Some(a), Some(b)) => a == b,
-        _ => a == b,
-    }
 }

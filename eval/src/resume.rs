@@ -16,9 +16,10 @@ use serde_json::{Value, json};
 
 use crate::corpus::CorpusPlan;
 use crate::evaluate::Options;
+use crate::files::{lock, open_regular};
 use crate::fingerprint::Fnv;
 use crate::report::{Artifact, Settings};
-use crate::scorer::{CausalScorer, ScoreError, ScoreRequest, WindowScores, WindowTokens};
+use crate::scorer::{CausalScorer, RowVisitor, ScoreError, ScoreRequest, WindowScores, WindowTokens};
 
 const MAGIC: &[u8; 8] = b"PPLSTATE";
 const VERSION: u32 = 1;
@@ -39,6 +40,12 @@ pub enum ResumeError {
     /// The file is something else.
     #[error("{path} is not a state file of this version; remove it or name another", path = path.display())]
     Kind {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Another run is using the file.
+    #[error("another run is writing {path}; name another file", path = path.display())]
+    Busy {
         /// The file.
         path: PathBuf,
     },
@@ -93,29 +100,9 @@ pub fn identity(plan: &CorpusPlan, artifact: &Artifact, settings: &Settings, opt
     .to_string()
 }
 
-/// Checks, without a model and without creating anything, that a run of this identity can use the state file at `path`.
-///
-/// # Errors
-/// When the file is something else or belongs to another run.
-pub fn check(path: &Path, identity: &str) -> Result<(), ResumeError> {
-    let io = |source| ResumeError::Io {
-        path: path.to_owned(),
-        source,
-    };
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(io(error)),
-    };
-    match file.metadata().map_err(io)?.len() {
-        0 => Ok(()),
-        length => check_header(&mut BufReader::new(file), path, length, identity),
-    }
-}
-
-/// Answers from a state file, then from a model, appending what the model says.
-pub struct Resumable<'a> {
-    inner: &'a mut dyn CausalScorer,
+/// A state file, open and checked.
+#[derive(Debug)]
+pub struct State {
     path: PathBuf,
     file: File,
     /// Recorded batches that are still to be asked for.
@@ -124,16 +111,20 @@ pub struct Resumable<'a> {
     answered: u64,
 }
 
-impl<'a> Resumable<'a> {
-    /// Continues the run whose state is at `path`, or begins one there.
+impl State {
+    /// Opens the state of the run with this identity, or begins one; needs no model.
     ///
     /// # Errors
-    /// When the file cannot be used or belongs to another run.
-    pub fn open(inner: &'a mut dyn CausalScorer, path: &Path, identity: &str) -> Result<Self, ResumeError> {
+    /// When the file cannot be used, belongs to another run, or is in use.
+    pub fn open(path: &Path, identity: &str) -> Result<Self, ResumeError> {
         let io = |source| ResumeError::Io {
             path: path.to_owned(),
             source,
         };
+        if path.exists() {
+            // Opening a pipe would wait.
+            open_regular(path).map_err(io)?;
+        }
         let mut file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -141,6 +132,10 @@ impl<'a> Resumable<'a> {
             .truncate(false)
             .open(path)
             .map_err(io)?;
+        lock(&file).map_err(|error| match error.kind() {
+            io::ErrorKind::ResourceBusy => ResumeError::Busy { path: path.to_owned() },
+            _ => io(error),
+        })?;
         let length = file.metadata().map_err(io)?.len();
         let mut header = MAGIC.to_vec();
         header.extend(VERSION.to_le_bytes());
@@ -163,7 +158,6 @@ impl<'a> Resumable<'a> {
         recorded.seek(SeekFrom::Start(header.len() as u64)).map_err(io)?;
         file.seek(SeekFrom::End(0)).map_err(io)?;
         Ok(Self {
-            inner,
             path: path.to_owned(),
             file,
             recorded,
@@ -177,16 +171,9 @@ impl<'a> Resumable<'a> {
         self.recorded_batches
     }
 
-    /// Removes the state file of a run that is complete.
-    ///
-    /// # Errors
-    /// When it cannot be removed.
-    pub fn finish(self) -> Result<(), ResumeError> {
-        let Self {
-            path, file, recorded, ..
-        } = self;
-        drop((file, recorded));
-        std::fs::remove_file(&path).map_err(|source| ResumeError::Io { path, source })
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     fn replay(&mut self, key: u64) -> Result<Vec<WindowScores>, ResumeError> {
@@ -228,6 +215,31 @@ impl<'a> Resumable<'a> {
     }
 }
 
+/// Answers from a state file, then from a model, appending what the model says.
+pub struct Resumable<'a> {
+    inner: &'a mut dyn CausalScorer,
+    state: State,
+}
+
+impl<'a> Resumable<'a> {
+    /// Continues with `inner` where `state` ends.
+    pub fn new(inner: &'a mut dyn CausalScorer, state: State) -> Self {
+        Self { inner, state }
+    }
+
+    /// Removes the state file of a run that is complete.
+    ///
+    /// # Errors
+    /// When it cannot be removed.
+    pub fn finish(self) -> Result<(), ResumeError> {
+        let State { path, .. } = &self.state;
+        std::fs::remove_file(path).map_err(|source| ResumeError::Io {
+            path: path.clone(),
+            source,
+        })
+    }
+}
+
 impl CausalScorer for Resumable<'_> {
     fn public_tokens(&self) -> usize {
         self.inner.public_tokens()
@@ -237,10 +249,18 @@ impl CausalScorer for Resumable<'_> {
         self.inner.softmax_rows()
     }
 
+    fn hidden_size(&self) -> Option<usize> {
+        self.inner.hidden_size()
+    }
+
     fn score(&mut self, windows: &[WindowTokens], ask: &ScoreRequest) -> Result<Vec<WindowScores>, ScoreError> {
+        if ask.hidden {
+            // As whole rows, hidden states are too large to remember.
+            return self.inner.score(windows, ask);
+        }
         let key = request_key(windows, ask);
-        if self.answered < self.recorded_batches {
-            return self.replay(key).map_err(|error| ScoreError(Box::new(error)));
+        if self.state.answered < self.state.recorded_batches {
+            return self.state.replay(key).map_err(|error| ScoreError(Box::new(error)));
         }
         let scores = self.inner.score(windows, ask)?;
         // A failure of the moment must not be remembered.
@@ -250,7 +270,9 @@ impl CausalScorer for Resumable<'_> {
                 s.logprobs.len() == w.positions() && all.into_iter().flatten().all(|v| v.is_finite())
             });
         if sound {
-            self.append(key, &scores).map_err(|error| ScoreError(Box::new(error)))?;
+            self.state
+                .append(key, &scores)
+                .map_err(|error| ScoreError(Box::new(error)))?;
         }
         Ok(scores)
     }
@@ -258,10 +280,10 @@ impl CausalScorer for Resumable<'_> {
     fn score_rows(
         &mut self,
         window: &WindowTokens,
-        row: &mut dyn FnMut(&[f32]) -> Result<(), ScoreError>,
+        reference: &[f32],
+        row: &mut RowVisitor<'_>,
     ) -> Result<(), ScoreError> {
-        // Whole rows are too large to remember.
-        self.inner.score_rows(window, row)
+        self.inner.score_rows(window, reference, row)
     }
 }
 
@@ -382,6 +404,7 @@ fn decode(payload: &[u8]) -> Option<Vec<WindowScores>> {
             top_ids: take_vector(&mut rest)?,
             top_logprobs: floats(take_vector(&mut rest)?),
             candidate_logprobs: floats(take_vector(&mut rest)?),
+            hidden: Vec::new(),
         });
     }
     rest.is_empty().then_some(scores)

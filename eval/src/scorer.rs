@@ -25,6 +25,8 @@ pub struct ScoreRequest {
     pub candidates_per_position: usize,
     /// One list per window, position-major, `positions * candidates_per_position` ids each.
     pub candidates: Vec<Vec<u32>>,
+    /// Whether to return the final hidden states.
+    pub hidden: bool,
 }
 
 /// Scores of one window; natural logarithms.
@@ -38,12 +40,17 @@ pub struct WindowScores {
     pub top_logprobs: Vec<f32>,
     /// The candidates' log-probabilities, in the order asked.
     pub candidate_logprobs: Vec<f32>,
+    /// Final hidden states, `[positions, hidden_size]`; empty unless asked for.
+    pub hidden: Vec<f32>,
 }
 
 /// A failure inside the model; the message names the operation and the operand at fault.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct ScoreError(pub Box<dyn std::error::Error + Send + Sync>);
+
+/// Takes a position's log-probabilities `[public_tokens]`, and those of the reference's hidden state, empty without one.
+pub type RowVisitor<'a> = dyn FnMut(&[f32], &[f32]) -> Result<(), ScoreError> + 'a;
 
 /// Scores next-token log-probabilities of independent windows, each from an empty state.
 pub trait CausalScorer {
@@ -61,15 +68,22 @@ pub trait CausalScorer {
     /// On an invalid request or a failure of the device.
     fn score(&mut self, windows: &[WindowTokens], ask: &ScoreRequest) -> Result<Vec<WindowScores>, ScoreError>;
 
-    /// Hands over each scored position's whole row of log-probabilities, `[public_tokens]`, in position order. Only files
-    /// of full rows need this; a scorer that cannot do it keeps this body.
+    /// Values of a final hidden state; `None` when the scorer has none to give.
+    fn hidden_size(&self) -> Option<usize> {
+        None
+    }
+
+    /// Hands over each scored position's whole row of log-probabilities in position order, and beside it the one that the
+    /// output head makes of the position's hidden state in `reference`, `[positions, hidden_size]` or empty. Only files of
+    /// whole rows or hidden states need this; a scorer that cannot do it keeps this body.
     ///
     /// # Errors
     /// When full rows are not available, the device fails, or `row` fails.
     fn score_rows(
         &mut self,
         _window: &WindowTokens,
-        _row: &mut dyn FnMut(&[f32]) -> Result<(), ScoreError>,
+        _reference: &[f32],
+        _row: &mut RowVisitor<'_>,
     ) -> Result<(), ScoreError> {
         Err(ScoreError(
             "this model does not give full rows of log-probabilities".into(),

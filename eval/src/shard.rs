@@ -25,6 +25,11 @@ impl Shard {
         window % self.count == self.index
     }
 
+    /// Windows of the share among the first `windows`.
+    pub fn below(&self, windows: u64) -> u64 {
+        windows.saturating_sub(self.index).div_ceil(self.count)
+    }
+
     /// Whether this is everything.
     pub fn is_whole(&self) -> bool {
         self.count == 1
@@ -74,6 +79,10 @@ mod tests {
         let shards: Vec<Shard> = (0..3).map(|i| format!("{i}/3").parse().unwrap()).collect();
         for window in 0..20 {
             assert_eq!(shards.iter().filter(|s| s.contains(window)).count(), 1);
+            for shard in &shards {
+                let among = (0..window).filter(|&w| shard.contains(w)).count() as u64;
+                assert_eq!(shard.below(window), among);
+            }
         }
         assert!(Shard::WHOLE.contains(7) && !shards[0].is_whole());
     }

@@ -82,6 +82,25 @@ pub fn write(out: &mut impl Write, report: &Report, report_path: &Path) -> io::R
                 "quantiles: median {median}, 90 % {p90}, 99 % {p99}, 99.9 % {p999}, max {max}"
             )?;
         }
+        if let Some(reverse) = figures.mean_reverse_kl {
+            writeln!(
+                out,
+                "reverse KL, this run from the reference: mean {}",
+                exponent_form(reverse, 4)
+            )?;
+        }
+        if let Some(p) = &kl.detail.delta_p {
+            writeln!(
+                out,
+                "target probability change: mean {:+.4} %, RMS {:.4} %, 1 % {:+.3} %, 5 % {:+.3} %, 95 % {:+.3} %, 99 % {:+.3} %",
+                p.mean * 100.0,
+                p.rms * 100.0,
+                p.p01 * 100.0,
+                p.p05 * 100.0,
+                p.p95 * 100.0,
+                p.p99 * 100.0
+            )?;
+        }
         writeln!(
             out,
             "mean NLL change: {:+.6}, covered mass {:.4}",

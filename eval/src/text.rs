@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
+use crate::files::read_regular;
+
 /// Why a text is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
@@ -94,9 +96,9 @@ impl Text {
     /// Reads and validates a file.
     ///
     /// # Errors
-    /// When the file cannot be read, is empty, or is not UTF-8 without NUL.
+    /// When the file is no regular file, cannot be read, is empty, or is not UTF-8 without NUL.
     pub fn read(path: &Path) -> Result<Self, TextError> {
-        let bytes = std::fs::read(path).map_err(|source| TextError::Read {
+        let bytes = read_regular(path).map_err(|source| TextError::Read {
             path: path.to_owned(),
             source,
         })?;

@@ -70,11 +70,11 @@ pub struct TokensFile {
     pub windows: Vec<TokensWindow>,
 }
 
-/// Writes the windows of a plan, one at a time, through a temporary name.
+/// Writes the windows of a plan, one at a time, into a file that gets the name `path` when it is committed.
 ///
 /// # Errors
 /// When the file cannot be written; nothing is left behind then.
-pub fn write(path: &Path, plan: &CorpusPlan, public_tokens: usize) -> io::Result<()> {
+pub fn write(path: &Path, plan: &CorpusPlan, public_tokens: usize) -> io::Result<PendingFile> {
     let mut file = PendingFile::create(path, ".partial")?;
     let header = TokensHeader {
         schema_version: SCHEMA_VERSION,
@@ -110,7 +110,8 @@ pub fn write(path: &Path, plan: &CorpusPlan, public_tokens: usize) -> io::Result
         }
     }
     file.write_all(b"\n]}\n")?;
-    file.commit()
+    file.flush()?;
+    Ok(file)
 }
 
 #[cfg(test)]
@@ -125,8 +126,12 @@ mod tests {
         let protocol = Protocol::new(WindowKind::Sliding, 6, 2).unwrap();
         let stream = ("demo}.txt".into(), "custom".into(), (101..111).collect());
         let plan = CorpusPlan::from_tokens("custom-demo}", protocol, [stream]).unwrap();
-        write(&path, &plan, 1000).unwrap();
-        let file: TokensFile = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        write(&path, &plan, 1000).unwrap().commit().unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        let file: TokensFile = serde_json::from_slice(&whole).unwrap();
+        // Cut or continued, it is no tokens file; the last byte is a newline.
+        assert!(serde_json::from_slice::<TokensFile>(&whole[..whole.len() - 2]).is_err());
+        assert!(serde_json::from_slice::<TokensFile>(&[&whole[..], b"x"].concat()).is_err());
         assert_eq!(
             (file.header.corpus_id.as_str(), file.header.windows_kind),
             ("custom-demo}", WindowKind::Sliding)

@@ -73,7 +73,7 @@ fn paired_differences_by_hand() {
         (result.windows_better, result.windows_worse, result.windows_equal),
         (1, 2, 0)
     );
-    assert_eq!(result.perplexity_ratio, 0.5f64.exp());
+    assert_eq!(result.perplexity_ratio, Some(0.5f64.exp()));
     assert_eq!(
         (result.domains["x"].difference, result.domains["y"].difference),
         (0.0, 1.0)
@@ -133,7 +133,10 @@ fn every_protocol_mismatch_is_named() {
     );
     let windows = ["stream `s` has different windows"];
     assert_eq!(
-        refusal(|v| v["streams"][0]["windows"][1]["target_end"] = json!(6)),
+        refusal(|v| {
+            v["streams"][0]["windows"][1]["target_end"] = json!(6);
+            v["streams"][0]["windows"][1]["scored_tokens"] = json!(3);
+        }),
         windows
     );
     assert_eq!(
@@ -220,4 +223,63 @@ fn reports_of_this_program_are_compared_with_their_divergences() {
         }
         other => panic!("{other:?}"),
     }
+}
+
+#[test]
+fn absurd_numbers_are_refused_with_file_and_field() {
+    let folder = Folder::new();
+    let good = version_3(&[("s", "x", &[(2, 2.0), (2, 4.0)]), ("t", "y", &[(4, 8.0)])], "bf16");
+    let first = folder.write("a", &good);
+    let window = "streams[0].windows[0]";
+    for (pointer, value, field) in [
+        (
+            "/streams/0/windows/0/scored_tokens",
+            json!(u64::MAX),
+            format!("{window}.scored_tokens"),
+        ),
+        (
+            "/streams/0/windows/0/target_end",
+            json!(0),
+            format!("{window}.scored_tokens"),
+        ),
+        (
+            "/streams/0/windows/0/total_nll",
+            json!(-8.0),
+            format!("{window}.total_nll"),
+        ),
+        (
+            "/streams/0/windows/0/total_nll",
+            json!(1e300),
+            format!("{window}.total_nll"),
+        ),
+        ("/streams/1/total_nll", json!(9.0), "streams[1].total_nll".into()),
+        ("/streams/1/scored_tokens", json!(5), "streams[1].scored_tokens".into()),
+    ] {
+        let mut other = good.clone();
+        let (parent, name) = pointer.rsplit_once('/').unwrap();
+        other.pointer_mut(parent).unwrap()[name] = value;
+        let message = compare(&first, &folder.write("bad.json", &other))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            message.contains(&format!("bad.json: `{field}` ")),
+            "{pointer}: {message}"
+        );
+    }
+    // As many tokens as the format can state, consistently.
+    let mut other = good.clone();
+    other["streams"][1]["windows"][0]["scored_tokens"] = json!(u64::MAX - 1);
+    other["streams"][1]["windows"][0]["target_end"] = json!(u64::MAX);
+    let message = compare(&folder.write("huge.json", &other), &first)
+        .unwrap_err()
+        .to_string();
+    assert!(message.contains("too much for a text"), "{message}");
+    // The greatest differences that are believed give finite figures or none.
+    let far = version_3(&[("s", "x", &[(2, 6e38), (2, 4.0)]), ("t", "y", &[(4, 8.0)])], "bf16");
+    let result = compare(&first, &folder.write("far.json", &far)).unwrap();
+    assert_eq!(result.perplexity_ratio, None);
+    let mut table = Vec::new();
+    result.write_table(&mut table).unwrap();
+    let table = String::from_utf8(table).unwrap();
+    assert!(!table.contains("NaN") && !table.contains("inf"), "{table}");
 }

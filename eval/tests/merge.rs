@@ -10,6 +10,7 @@ use perplexity_eval::evaluate::{Options, SaveTopTokens, evaluate};
 use perplexity_eval::merge::{MergeError, merge};
 use perplexity_eval::report::{Report, RunInfo};
 use perplexity_eval::windows::{Protocol, WindowKind};
+use serde_json::{Value, json};
 
 fn plan() -> CorpusPlan {
     let stream = |id: &str, domain: &str, n: u32, factor: u32| {
@@ -145,4 +146,87 @@ fn what_is_no_complete_set_of_shards_is_refused() {
     let mut elsewhere = part("1/2");
     elsewhere.execution.settings.device_name = Some("another".into());
     assert!(merge(vec![part("0/2"), elsewhere]).is_ok());
+}
+
+/// The refusal of a report after a change of its JSON.
+fn refusal(report: &Report, change: impl FnOnce(&mut Value)) -> String {
+    let mut value: Value = serde_json::from_str(&report.to_json().unwrap()).unwrap();
+    change(&mut value);
+    Report::from_json(&value.to_string())
+        .expect_err("must be refused")
+        .to_string()
+}
+
+#[test]
+fn a_report_with_a_window_removed_is_refused() {
+    // Its last window, with every count made to fit: only the protocol knows that a window is missing.
+    let mut last = run("1/2", 1, None);
+    let windows = &mut last.streams[0].windows;
+    let removed = windows.pop().unwrap().figures;
+    let rest = windows.iter().map(|w| w.figures.total_nll).sum::<f64>();
+    for figures in [&mut last.streams[0].figures, &mut last.overall.figures] {
+        figures.scored_tokens -= removed.scored_tokens;
+    }
+    last.streams[0].figures.total_nll = rest;
+    let text = last.to_json().unwrap();
+    let message = Report::from_json(&text).unwrap_err().to_string();
+    assert_eq!(message, "`streams[0].windows` is 2, expected 3");
+    assert!(merge(vec![run("0/2", 1, None), last]).is_err());
+    // One in the middle.
+    let message = refusal(&run("0/1", 1, None), |v| {
+        drop(v["streams"][0]["windows"].as_array_mut().unwrap().remove(2))
+    });
+    assert_eq!(message, "`streams[0].windows` is 6, expected 7");
+}
+
+#[test]
+fn absurd_numbers_in_a_report_name_their_field() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ref");
+    let options = Options {
+        save_top_tokens: Some(SaveTopTokens {
+            path: path.clone(),
+            per_position: 6,
+        }),
+        ..Options::default()
+    };
+    evaluate(&plan(), &mut ToyScorer::new(40, 3.0, 1), &options, &mut ()).unwrap();
+    let good = run("0/1", 2, Some(&path));
+    let first = "streams[0].windows[1]";
+    for (place, field, value) in [
+        (first, "total_nll", json!(-4.0)),
+        (first, "total_nll", json!(1e300)),
+        (first, "mean_nll", json!(1.5)),
+        (first, "running_mean_nll", json!(-1.0)),
+        (first, "squared_deviations", json!(-1.0)),
+        (first, "scored_tokens", json!(u64::MAX)),
+        (first, "target_end", json!(25)),
+        (first, "seconds", json!(-1.0)),
+        ("streams[0].windows[1].kl_divergence", "top1_agreement", json!(1.5)),
+        ("streams[0].windows[1].kl_divergence", "mean_kl", json!(-3.0)),
+        ("streams[0].windows[1].kl_divergence", "positions", json!(0)),
+        ("streams[0]", "total_nll", json!(1.0)),
+        ("streams[0]", "input_tokens", json!(u64::MAX)),
+        ("streams[0]", "input_tokens", json!(1)),
+        ("streams[0]", "unscored_tokens", json!(2)),
+        ("domains[0]", "perplexity", json!(1.0)),
+        ("domains[0]", "domain", json!("z")),
+        ("overall", "scored_tokens", json!(7)),
+        ("overall", "mean_nll", json!(null)),
+        ("kl_divergence", "positions", json!(1)),
+        ("denominators", "bytes", json!(u64::MAX)),
+        ("execution", "stride_tokens", json!(7)),
+        ("execution", "context_tokens", json!(1)),
+        ("execution", "window_limit", json!(99)),
+        ("timing", "score_seconds", json!(1e300)),
+    ] {
+        let pointer = format!("/{}", place.replace(['.', '['], "/").replace(']', ""));
+        let message = refusal(&good, |v| v.pointer_mut(&pointer).expect(place)[field] = value.clone());
+        let expected = match (place, field) {
+            // Another stride makes another number of windows.
+            ("execution", "stride_tokens") => "`streams[0].windows` ".to_owned(),
+            _ => format!("`{place}.{field}` "),
+        };
+        assert!(message.starts_with(&expected), "{place}.{field} {value}: {message}");
+    }
 }

@@ -9,7 +9,7 @@ use common::ToyScorer;
 use perplexity_eval::corpus::CorpusPlan;
 use perplexity_eval::evaluate::{EvaluateError, Options, Results, SaveTopTokens, evaluate};
 use perplexity_eval::report::{Artifact, Report, RunInfo, Settings};
-use perplexity_eval::resume::{Resumable, ResumeError, identity};
+use perplexity_eval::resume::{Resumable, ResumeError, State, identity};
 use perplexity_eval::scorer::{CausalScorer, ScoreError, ScoreRequest, WindowScores, WindowTokens};
 use perplexity_eval::windows::{Protocol, WindowKind};
 
@@ -55,7 +55,7 @@ impl CausalScorer for Mortal {
 
 fn run(scorer: &mut dyn CausalScorer, state: &Path, options: &Options) -> Result<Results, EvaluateError> {
     let identity = identity(&plan(0), &Artifact::default(), &Settings::default(), options);
-    let mut scorer = Resumable::open(scorer, state, &identity).unwrap();
+    let mut scorer = Resumable::new(scorer, State::open(state, &identity).unwrap());
     let results = evaluate(&plan(0), &mut scorer, options, &mut ())?;
     scorer.finish().unwrap();
     Ok(results)
@@ -167,7 +167,7 @@ fn states_of_other_runs_are_refused() {
     run(&mut Mortal::new(2), &state, &options).unwrap_err();
     let field = |plan: &CorpusPlan, settings: &Settings, options: &Options| {
         let identity = identity(plan, &Artifact::default(), settings, options);
-        match Resumable::open(&mut Mortal::new(9), &state, &identity) {
+        match State::open(&state, &identity) {
             Err(ResumeError::Identity { field, .. }) => field,
             Err(error) => panic!("{error}"),
             Ok(_) => panic!("accepted"),
@@ -204,10 +204,20 @@ fn states_of_other_runs_are_refused() {
         b"PPLSTATE\x01\0\0\0\xff\xff\xff\x7f",
     ] {
         fs::write(&state, junk).unwrap();
-        let opened = Resumable::open(&mut Mortal::new(9), &state, "{}").map(|_| ());
+        let opened = State::open(&state, "{}");
         assert!(matches!(opened, Err(ResumeError::Kind { .. })));
         assert_eq!(fs::read(&state).unwrap(), junk, "a file of another kind stays as it is");
     }
+}
+
+#[test]
+fn two_runs_never_share_a_state_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let state = folder.path().join("state");
+    let first = State::open(&state, "{}").unwrap();
+    assert!(matches!(State::open(&state, "{}"), Err(ResumeError::Busy { .. })));
+    drop(first);
+    assert!(State::open(&state, "{}").is_ok());
 }
 
 #[test]

@@ -9,11 +9,11 @@ use std::sync::OnceLock;
 
 use common::ToyScorer;
 use perplexity_eval::corpus::{CorpusPlan, CorpusText};
-use perplexity_eval::evaluate::{Options, SaveTopTokens, evaluate};
+use perplexity_eval::evaluate::{Options, SaveTopTokens, evaluate, prepare};
 use perplexity_eval::llama_base;
 use perplexity_eval::manifest::Manifest;
 use perplexity_eval::report::{Report, RunInfo};
-use perplexity_eval::resume::Resumable;
+use perplexity_eval::resume::{Resumable, State};
 use perplexity_eval::text::Text;
 use perplexity_eval::windows::{Protocol, WindowKind};
 use proptest::prelude::*;
@@ -94,7 +94,7 @@ fn batches() -> Options {
 
 fn write_state(path: &Path) {
     let mut toy = toy();
-    let mut scorer = Resumable::open(&mut toy, path, "{\"a\":1}").unwrap();
+    let mut scorer = Resumable::new(&mut toy, State::open(path, "{\"a\":1}").unwrap());
     evaluate(&plan(), &mut scorer, &batches(), &mut ()).unwrap();
 }
 
@@ -134,8 +134,8 @@ proptest! {
         fs::write(&path, damaged(once(&GOOD, write_state), &damage)).unwrap();
         let whole = evaluate(&plan(), &mut toy(), &batches(), &mut ()).unwrap();
         let mut second = toy();
-        if let Ok(mut scorer) = Resumable::open(&mut second, &path, "{\"a\":1}")
-            && let Ok(results) = evaluate(&plan(), &mut scorer, &batches(), &mut ())
+        if let Ok(state) = State::open(&path, "{\"a\":1}")
+            && let Ok(results) = evaluate(&plan(), &mut Resumable::new(&mut second, state), &batches(), &mut ())
         {
             prop_assert_eq!(results.overall, whole.overall);
         }
@@ -172,7 +172,7 @@ fn a_directory_in_place_of_a_file_is_an_error() {
         kl_reference: Some(path.into()),
         ..Options::default()
     };
-    assert!(options(folder.path()).check().is_err());
+    assert!(prepare(&plan(), &options(folder.path()), 11).is_err());
     assert!(CorpusText::from_text(folder.path()).is_err());
     assert!(CorpusText::from_manifest(folder.path(), "full").is_err());
     let options = Options {

@@ -54,6 +54,11 @@ fn bytes() -> Vec<u8> {
         .collect()
 }
 
+/// Checks a file that should hold the worked window alone.
+fn check(reader: &mut Reader) -> Result<(), TopTokenError> {
+    reader.check_windows([(key(), NAME)].into_iter())
+}
+
 struct Folder(tempfile::TempDir);
 
 impl Folder {
@@ -90,8 +95,8 @@ fn the_worked_example_is_written_and_read_byte_for_byte() {
     assert_eq!(bytes().len(), 32 + 11 + 6 + 28 + 2 * (4 + 16) + 4);
     let mut reader = Reader::open(&path).unwrap();
     assert_eq!((reader.header(), reader.provenance()), (&header(), None));
+    check(&mut reader).unwrap();
     assert_eq!(reader.read(&key(), NAME, 100).unwrap(), record());
-    reader.finish().unwrap();
     assert_eq!(fs::read_dir(folder.0.path()).unwrap().count(), 1);
 }
 
@@ -107,14 +112,32 @@ fn the_trailer_follows_the_footer_and_changes_nothing_before_it() {
     assert!(fs::read(&path).unwrap().starts_with(&bytes()));
     let mut reader = Reader::open(&path).unwrap();
     assert_eq!(reader.provenance(), Some(&provenance));
+    check(&mut reader).unwrap();
     assert_eq!(reader.read(&key(), NAME, 100).unwrap(), record());
-    reader.finish().unwrap();
-    // Other bytes after the footer are none of our business.
-    let path = folder.file(&[bytes(), b"xxxxTOPKINFO".to_vec()].concat());
-    let mut reader = Reader::open(&path).unwrap();
-    assert_eq!(reader.provenance(), None);
-    reader.skip(&key(), NAME).unwrap();
-    reader.finish().unwrap();
+}
+
+#[test]
+fn a_file_with_cut_or_appended_last_bytes_is_refused() {
+    let folder = Folder::new();
+    let whole = fs::read(write(&folder, Some(Provenance::default()))).unwrap();
+    let refusal = |bytes: &[u8]| {
+        let mut reader = Reader::open(&folder.file(bytes)).unwrap();
+        check(&mut reader).expect_err("must be refused").to_string()
+    };
+    for length in bytes().len() + 1..whole.len() {
+        let message = refusal(&whole[..length]);
+        let after = length - bytes().len();
+        assert!(
+            message.contains(&format!("has {after} byte(s) after its footer")),
+            "{message}"
+        );
+    }
+    for tail in [&b"x"[..], b"xxxxTOPKINFO", &whole] {
+        for good in [&bytes()[..], &whole] {
+            let message = refusal(&[good, tail].concat());
+            assert!(message.contains("byte(s) after its footer"), "{message}");
+        }
+    }
 }
 
 #[test]
@@ -133,16 +156,16 @@ fn every_truncation_is_refused_as_such() {
         let read = || {
             let mut reader = Reader::open(&path)?;
             reader.read(&key(), NAME, 100)?;
-            reader.finish()
+            // A file that ends within its footer still reads: the check of the whole is what notices.
+            match length < whole.len() - 4 {
+                true => Ok(()),
+                false => check(&mut Reader::open(&path)?),
+            }
         };
         let error = read().expect_err("truncated");
         assert!(matches!(error, TopTokenError::Truncated { .. }), "{length}: {error}");
-        let skip = || {
-            let mut reader = Reader::open(&path)?;
-            reader.skip(&key(), NAME)?;
-            reader.finish()
-        };
-        assert!(matches!(skip(), Err(TopTokenError::Truncated { .. })), "{length}");
+        let checked = || check(&mut Reader::open(&path)?);
+        assert!(matches!(checked(), Err(TopTokenError::Truncated { .. })), "{length}");
     }
 }
 
@@ -279,7 +302,8 @@ fn values_that_cannot_be_are_refused() {
 fn more_windows_than_this_run_are_refused() {
     let folder = Folder::new();
     let path = folder.file(&bytes());
-    let message = Reader::open(&path).unwrap().finish().unwrap_err().to_string();
+    let mut reader = Reader::open(&path).unwrap();
+    let message = reader.check_windows(std::iter::empty()).unwrap_err().to_string();
     assert!(message.contains("holds more windows than this run"), "{message}");
 }
 

@@ -22,7 +22,7 @@ const TEXT: &str = "text";
 #[derive(Debug, thiserror::Error)]
 pub enum BindingError {
     /// The container, a binding or a Use is at fault.
-    #[error("{}: {source}", path.display())]
+    #[error("{}", in_file(path, source))]
     Artifact {
         /// The entry file.
         path: PathBuf,
@@ -49,6 +49,15 @@ pub enum BindingError {
         /// The shape asked for.
         expected: Vec<usize>,
     },
+}
+
+/// `path: error`, unless the error names the file itself.
+fn in_file(path: &Path, error: &ArtifactError) -> String {
+    let (path, error) = (path.display().to_string(), error.to_string());
+    match error.contains(&path) {
+        true => error,
+        false => format!("{path}: {error}"),
+    }
 }
 
 impl From<BindingError> for SourceError {

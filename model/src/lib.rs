@@ -12,6 +12,7 @@ pub mod layers;
 pub mod parameters;
 pub mod qwen3_5;
 pub mod route;
+pub mod rows;
 pub mod scorer;
 pub mod signature;
 pub mod source;

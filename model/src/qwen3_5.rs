@@ -5,11 +5,9 @@
 //! logits = final_norm(x) output_head^T
 //! ```
 
-use std::cell::RefCell;
-
 use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
-use perplexity_kernels::backend::{HeadRequest, HeadScores, RotaryTable, Routing};
+use perplexity_kernels::backend::{HeadRequest, HeadScores, RotaryTable};
 use perplexity_kernels::ops::rotary;
 use perplexity_kv::options::KvOptions;
 
@@ -46,24 +44,12 @@ pub struct Windows<B: EvaluatorBackend> {
     position: usize,
     blocks: Vec<BlockState<B>>,
     rotary: RotaryTable<B>,
-    /// The experts chosen in the last pass, one entry per mixture, when someone wants them.
-    routing: Option<RefCell<Vec<Routing<B>>>>,
 }
 
 impl<B: EvaluatorBackend> Windows<B> {
     /// Tokens each window has passed so far.
     pub fn position(&self) -> usize {
         self.position
-    }
-
-    /// Keeps each mixture's choice of experts from here on, one pass at a time.
-    pub fn keep_routing(&mut self) {
-        self.routing.get_or_insert_default();
-    }
-
-    /// The experts chosen in the last pass, block after block; empty for a dense model or when they were not kept.
-    pub fn routing(&mut self) -> &[Routing<B>] {
-        self.routing.as_mut().map_or(&[], |kept| kept.get_mut())
     }
 }
 
@@ -126,7 +112,6 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
                 })
                 .collect(),
             rotary: RotaryTable::new(&self.frequencies, 1.0, capacity, &self.device),
-            routing: None,
         }
     }
 
@@ -144,11 +129,7 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
             route: self.route,
             first_position: windows.position,
             rotary: &windows.rotary,
-            routing: windows.routing.as_ref(),
         };
-        if let Some(kept) = pass.routing {
-            kept.borrow_mut().clear();
-        }
         let mut x = self.embedding.forward(ids, windows.batch, self.route);
         for (index, (block, state)) in self.blocks.iter().zip(&mut windows.blocks).enumerate() {
             observe(index, &x);
@@ -166,8 +147,12 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
 
     /// Logits `[rows, vocab_size]` of rows of the residual stream, all at once.
     pub fn logits(&self, rows: Tensor<B, 2>) -> Tensor<B, 2> {
-        let rows = self.normalise(rows).unsqueeze::<3>();
-        B::project(rows, self.head(), self.route.at(Boundary::Logits)).squeeze_dim::<2>(0)
+        self.apply_head(self.normalise(rows))
+    }
+
+    /// Logits `[rows, vocab_size]` of final hidden states, the outputs of the final norm.
+    pub fn apply_head(&self, hidden: Tensor<B, 2>) -> Tensor<B, 2> {
+        B::project(hidden.unsqueeze::<3>(), self.head(), self.route.at(Boundary::Logits)).squeeze_dim::<2>(0)
     }
 
     /// The final norm over rows of the residual stream.

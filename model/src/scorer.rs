@@ -12,6 +12,7 @@ use perplexity_kv::options::{KvOptions, KvOptionsError};
 
 use crate::qwen3_5::Qwen3_5;
 use crate::route::Route;
+use crate::rows::{RowError, RowVisitor};
 use crate::source::{SourceError, TextSource};
 
 /// One window of a stream.
@@ -40,6 +41,8 @@ pub struct Ask {
     /// One list per window, position-major, `positions * candidates_per_position` ids each; may be empty when there are
     /// no candidates.
     pub candidates: Vec<Vec<u32>>,
+    /// Whether to return the final hidden states.
+    pub hidden: bool,
 }
 
 /// Scores of one window; natural logarithms.
@@ -53,6 +56,8 @@ pub struct Scores {
     pub top_logprobs: Vec<f32>,
     /// The candidates' log-probabilities, in the order asked.
     pub candidate_logprobs: Vec<f32>,
+    /// Outputs of the final norm, `[positions, hidden_size]`; empty unless asked for.
+    pub hidden: Vec<f32>,
 }
 
 /// How a model is loaded and run.
@@ -95,6 +100,12 @@ pub enum ModelError {
     /// A KV cache that does not fit the model.
     #[error(transparent)]
     Kv(#[from] KvOptionsError),
+    /// A part of the family that this build does not implement.
+    #[error("{what} is not in this build")]
+    NotInThisBuild {
+        /// The part.
+        what: &'static str,
+    },
     /// A block whose dimensions the configuration does not give.
     #[error("layer {layer} is {kind}, but the configuration gives no dimensions for it")]
     MissingDimensions {
@@ -145,6 +156,9 @@ pub enum ModelError {
         /// Scored positions times candidates per position.
         expected: usize,
     },
+    /// Whoever took whole rows stopped.
+    #[error("{0}")]
+    Row(RowError),
     /// The thread pool could not be started.
     #[error("cannot start {threads} threads: {reason}")]
     Threads {
@@ -165,12 +179,30 @@ pub trait Scorer: Send {
     /// # Errors
     /// On an invalid window or request, before anything is computed.
     fn score(&mut self, windows: &[Window], ask: &Ask) -> Result<Vec<Scores>, ModelError>;
+
+    /// Values of a final hidden state; `None` when the model does not give them.
+    fn hidden_size(&self) -> Option<usize> {
+        None
+    }
+
+    /// Hands over each scored position's log-probabilities of all public tokens, in position order. With `reference`, hidden
+    /// states `[positions, hidden_size]` as [`Ask::hidden`] gives them, the log-probabilities that this model's output head
+    /// makes of them come along.
+    ///
+    /// # Errors
+    /// On an invalid window, on another number of reference values, when `visit` fails, or when the model does not give rows.
+    fn rows(&mut self, _window: &Window, _reference: &[f32], _visit: &mut RowVisitor<'_>) -> Result<(), ModelError> {
+        Err(ModelError::NotInThisBuild {
+            what: "whole rows of log-probabilities of this model",
+        })
+    }
 }
 
 /// A model on one backend.
 pub(crate) struct WindowScorer<B: EvaluatorBackend> {
-    model: Qwen3_5<B>,
-    options: ScorerOptions,
+    pub(crate) model: Qwen3_5<B>,
+    pub(crate) options: ScorerOptions,
+    pub(crate) hidden_size: usize,
     pool: Option<rayon::ThreadPool>,
 }
 
@@ -216,10 +248,19 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
                 None => Qwen3_5::load(source, options.route, device)?,
             },
             options: options.clone(),
+            hidden_size: source.config().hidden_size,
         })
     }
 
-    fn check(&self, windows: &[Window], ask: &Ask) -> Result<(), ModelError> {
+    /// Runs on the scorer's own threads, if it has some.
+    pub(crate) fn on_pool<T: Send>(&self, run: impl FnOnce() -> T + Send) -> T {
+        match &self.pool {
+            Some(pool) => pool.install(run),
+            None => run(),
+        }
+    }
+
+    pub(crate) fn check(&self, windows: &[Window], ask: &Ask) -> Result<(), ModelError> {
         let public_tokens = self.options.public_tokens;
         if ask.top_k > public_tokens {
             return Err(ModelError::Option {
@@ -320,7 +361,19 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
             candidates_per_row: per_position,
             candidates: &candidates,
         };
-        let head = self.model.score(Tensor::cat(rows, 0), &request);
+        let rows = Tensor::cat(rows, 0);
+        let hidden: Vec<f32> = match ask.hidden {
+            false => Vec::new(),
+            true => self
+                .model
+                .normalise(rows.clone())
+                .into_data()
+                .convert::<f32>()
+                .into_vec()
+                .expect("converted to f32 just now"),
+        };
+        let width = if ask.hidden { width } else { 0 };
+        let head = self.model.score(rows, &request);
         let mut from = 0;
         for (scores, count) in scores.iter_mut().zip(counts) {
             let to = from + count;
@@ -335,6 +388,7 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
             scores
                 .candidate_logprobs
                 .extend_from_slice(&head.candidate_logprobs[asked]);
+            scores.hidden.extend_from_slice(&hidden[from * width..to * width]);
             from = to;
         }
     }
@@ -365,9 +419,14 @@ impl<B: EvaluatorBackend> Scorer for WindowScorer<B> {
             }
             scores
         };
-        Ok(match &self.pool {
-            Some(pool) => pool.install(run),
-            None => run(),
-        })
+        Ok(self.on_pool(run))
+    }
+
+    fn hidden_size(&self) -> Option<usize> {
+        Some(self.hidden_size)
+    }
+
+    fn rows(&mut self, window: &Window, reference: &[f32], visit: &mut RowVisitor<'_>) -> Result<(), ModelError> {
+        self.visit_rows(window, reference, visit)
     }
 }

@@ -188,6 +188,7 @@ fn reruns_and_batches_give_the_same_bits() {
                 .iter()
                 .map(|w| (0..2 * w.positions() as u32).map(|i| i % 997).collect())
                 .collect(),
+            ..Ask::default()
         };
         let score = |batch: usize| {
             load(&source, &ScorerOptions { batch, ..options() })

@@ -3,9 +3,12 @@
 mod common;
 mod conversion;
 mod demo;
+mod faults;
+mod guides;
 mod help;
 mod kv;
 mod output;
 mod parts;
+mod references;
 mod refusals;
 mod texts;

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::aggregate::BadLogprob;
+use crate::files::FilesError;
 use crate::llama_base::LlamaBaseError;
 use crate::scorer::ScoreError;
 use crate::top_tokens::TopTokenError;
@@ -87,12 +88,25 @@ pub enum EvaluateError {
         /// The limit.
         limit: u64,
     },
-    /// Two roles for one file.
-    #[error("{path} is to be both read and written; name two files", path = path.display())]
-    SameFile {
-        /// The file.
-        path: PathBuf,
+    /// The scorer is not of the model that the evaluation was prepared for.
+    #[error("the evaluation was prepared for {prepared} public tokens, the model has {found}")]
+    Vocabulary {
+        /// Public tokens announced.
+        prepared: usize,
+        /// Public tokens of the scorer.
+        found: usize,
     },
+    /// The model's hidden states are not those of a file.
+    #[error("hidden states of {expected} values are to be saved or compared, {}", has(*found))]
+    HiddenSize {
+        /// Values of a state in the file.
+        expected: usize,
+        /// Values of the model's; `None` when it gives none.
+        found: Option<usize>,
+    },
+    /// A file that is to be written is also read, or written twice.
+    #[error(transparent)]
+    Files(#[from] FilesError),
     /// A top-token file is at fault.
     #[error(transparent)]
     TopTokens(#[from] TopTokenError),
@@ -110,4 +124,11 @@ pub enum EvaluateError {
     /// The number of scored tokens exceeds 64 bits.
     #[error("the number of scored tokens overflows")]
     Overflow,
+}
+
+fn has(hidden_size: Option<usize>) -> String {
+    match hidden_size {
+        Some(values) => format!("the model's have {values}"),
+        None => "this model does not give its own".into(),
+    }
 }

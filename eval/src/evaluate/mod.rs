@@ -25,7 +25,7 @@ use crate::windows::Window;
 pub use error::EvaluateError;
 pub use observer::{Progress, Snapshot, Totals};
 pub use options::{Options, SaveLogits, SaveTopTokens};
-pub use results::{KlResults, KlSource, Results, StreamResult, WindowResult};
+pub use results::{KlResults, KlSource, ReferenceKind, Results, StreamResult, WindowResult};
 
 /// A window on its way to the scorer.
 #[derive(Debug, Clone, Copy)]
@@ -35,21 +35,74 @@ pub(crate) struct Job {
     pub(crate) window: Window,
 }
 
-/// Scores the windows of `plan` that belong to the shard.
+/// Scores the windows of `plan` that belong to the shard: [`prepare`], then [`Evaluation::run`].
 ///
 /// # Errors
-/// When the scorer fails or returns something that is no score, the message naming stream and window; when a reference
-/// is refused or a file cannot be written.
+/// See there.
 pub fn evaluate(
     plan: &CorpusPlan,
     scorer: &mut dyn CausalScorer,
     options: &Options,
     observer: &mut dyn Progress,
 ) -> Result<Results, EvaluateError> {
+    prepare(plan, options, scorer.public_tokens())?.run(scorer, observer)
+}
+
+/// An evaluation whose references are checked and whose files are open, and which needs only a model now.
+#[derive(Debug)]
+pub struct Evaluation<'a> {
+    plan: &'a CorpusPlan,
+    options: &'a Options,
+    public_tokens: usize,
+    files: Files<'a>,
+}
+
+/// Everything that can fail before a model of `public_tokens` tokens is loaded: references are read to their end and
+/// compared with the plan, files to be written are opened under their temporary names.
+///
+/// # Errors
+/// When options exclude one another, a reference is refused or a file cannot be created.
+pub fn prepare<'a>(
+    plan: &'a CorpusPlan,
+    options: &'a Options,
+    public_tokens: usize,
+) -> Result<Evaluation<'a>, EvaluateError> {
     options.check()?;
-    let public_tokens = scorer.public_tokens();
     check_tokens(plan, public_tokens)?;
-    let files = Files::open(plan, options, public_tokens)?;
+    Ok(Evaluation {
+        plan,
+        options,
+        public_tokens,
+        files: Files::open(plan, options, public_tokens)?,
+    })
+}
+
+impl Evaluation<'_> {
+    /// Scores the windows and gives the written files their names.
+    ///
+    /// # Errors
+    /// When the scorer has another vocabulary, fails, or returns something that is no score, the message naming stream and
+    /// window; when a file cannot be read or written.
+    pub fn run(self, scorer: &mut dyn CausalScorer, observer: &mut dyn Progress) -> Result<Results, EvaluateError> {
+        if scorer.public_tokens() != self.public_tokens {
+            return Err(EvaluateError::Vocabulary {
+                prepared: self.public_tokens,
+                found: scorer.public_tokens(),
+            });
+        }
+        self.files.check_hidden_size(self.options, scorer.hidden_size())?;
+        run(self, scorer, observer)
+    }
+}
+
+fn run(
+    evaluation: Evaluation<'_>,
+    scorer: &mut dyn CausalScorer,
+    observer: &mut dyn Progress,
+) -> Result<Results, EvaluateError> {
+    let Evaluation {
+        plan, options, files, ..
+    } = evaluation;
     let mut run = Run::new(plan, options, files);
     observer.started(run.totals);
     let mut jobs = jobs(plan, options.shard);
@@ -224,18 +277,19 @@ impl<'a> Run<'a> {
     ) -> Result<Vec<Scored>, EvaluateError> {
         let mut all = Vec::with_capacity(batch.len());
         for (job, window) in batch.iter().zip(windows) {
+            let reference = self.files.read_hidden(job)?;
             let mut logprobs = Vec::with_capacity(window.positions());
             let mut positions = Vec::new();
             let mut targets = window.tokens[window.first_target..].iter();
             let files = &mut self.files;
-            let scored = scorer.score_rows(window, &mut |row| {
+            let scored = scorer.score_rows(window, &reference, &mut |row, given| {
                 let target = *targets
                     .next()
                     .ok_or_else(|| ScoreError("more rows than scored positions".into()))?;
                 let logprob = row.get(target as usize).copied();
                 logprobs.push(logprob.ok_or_else(|| ScoreError(format!("a row has {} values", row.len()).into()))?);
                 let compared = files
-                    .take_row(row, target)
+                    .take_row(row, given, target)
                     .map_err(|error| ScoreError(Box::new(error)))?;
                 positions.extend(compared);
                 Ok(())
@@ -271,6 +325,7 @@ impl<'a> Run<'a> {
         let p = job.window.positions();
         self.check_length(job, "log-probabilities", scores.logprobs.len(), p)?;
         self.check_length(job, "top token ids", scores.top_ids.len(), p * ask.top_k)?;
+        self.check_length(job, "hidden values", scores.hidden.len(), self.files.hidden_values(p))?;
         for (what, values, per_position) in [
             ("top log-probabilities", &scores.top_logprobs, ask.top_k),
             (
@@ -394,6 +449,7 @@ impl<'a> Run<'a> {
     fn finish(mut self, options: &Options, softmax_rows: usize) -> Result<Results, EvaluateError> {
         let score_seconds = self.began.elapsed().as_secs_f64();
         let (source, top_tokens) = (self.files.source(options)?, Files::saved(options)?);
+        let hidden_states = Files::saved_hidden(options)?;
         let files = std::mem::take(&mut self.files);
         files.finish()?;
         let kl = source.map(|source| self.compared(source));
@@ -405,6 +461,7 @@ impl<'a> Run<'a> {
             uncertainty,
             kl,
             top_tokens,
+            hidden_states,
             streams: self.streams,
             domains: self.domains,
             overall: self.overall,

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::EvaluateError;
+use crate::hidden::SaveHidden;
 use crate::recording::Files;
 use crate::shard::Shard;
 use crate::top_tokens::Provenance;
@@ -36,12 +37,16 @@ pub struct Options {
     pub save_top_tokens: Option<SaveTopTokens>,
     /// Top-token reference to compare with.
     pub kl_reference: Option<PathBuf>,
-    /// Tokens file to write before scoring.
+    /// Tokens file to write.
     pub save_tokens: Option<PathBuf>,
     /// Logit base to write.
     pub logits_out: Option<SaveLogits>,
     /// Logit base to compare with.
     pub logits_reference: Option<PathBuf>,
+    /// Hidden-state reference to write.
+    pub save_hidden: Option<SaveHidden>,
+    /// Hidden-state reference to compare with.
+    pub kl_hidden: Option<PathBuf>,
     /// What written references say about this run.
     pub provenance: Option<Provenance>,
 }
@@ -56,17 +61,19 @@ impl Default for Options {
             save_tokens: None,
             logits_out: None,
             logits_reference: None,
+            save_hidden: None,
+            kl_hidden: None,
             provenance: None,
         }
     }
 }
 
 impl Options {
-    /// Checks everything that needs neither model nor tokenizer: combinations of options, and the headers of the files to
-    /// compare with. [`evaluate`](super::evaluate) checks it again.
+    /// Checks everything that needs neither model nor tokenizer nor an open file. [`prepare`](super::prepare) checks it
+    /// again.
     ///
     /// # Errors
-    /// When options exclude one another or a reference is refused.
+    /// When options exclude one another, or a file is to be written that is read or written already.
     pub fn check(&self) -> Result<(), EvaluateError> {
         if self.batch == 0 {
             return Err(EvaluateError::Batch);

@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
+
 use super::SaveTopTokens;
 use crate::aggregate::Aggregate;
+use crate::hidden::SaveHidden;
 use crate::shard::Shard;
 use crate::statistics::{KlDetail, Sums};
 use crate::top_tokens::Provenance;
@@ -41,13 +44,31 @@ pub struct StreamResult {
     pub kl: Option<KlDetail>,
 }
 
+/// What a reference holds of each position.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReferenceKind {
+    /// The most probable tokens.
+    #[default]
+    TopTokens,
+    /// Every token, in 16-bit codes.
+    LogitBase,
+    /// The final hidden state, from which every token follows.
+    HiddenStates,
+}
+
 /// What was compared with.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KlSource {
     /// Absolute path of the reference.
     pub path: PathBuf,
+    /// What it holds.
+    pub kind: ReferenceKind,
     /// Its tokens per position; `None` for whole rows.
     pub top_tokens: Option<u32>,
+    /// How far this run's output head, applied to the reference's hidden states, is from the log-probabilities that their own
+    /// run gave to the targets; largest difference in nats.
+    pub head_error: Option<f64>,
     /// What made it, when it says so.
     pub provenance: Option<Provenance>,
 }
@@ -82,6 +103,8 @@ pub struct Results {
     pub kl: Option<KlResults>,
     /// The top-token reference that was written, by absolute path.
     pub top_tokens: Option<SaveTopTokens>,
+    /// The hidden-state reference that was written, by absolute path.
+    pub hidden_states: Option<SaveHidden>,
     /// Wall-clock time of scoring.
     pub score_seconds: f64,
     /// The share that was scored.

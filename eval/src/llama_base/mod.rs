@@ -18,7 +18,7 @@ use std::fs::File;
 use std::io::{BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
-use crate::files::PendingFile;
+use crate::files::{PendingFile, open_regular};
 use crate::foreign::{FileKind, describe, identify};
 
 pub use error::LlamaBaseError;
@@ -240,7 +240,7 @@ impl Reader {
             path: path.to_owned(),
             source,
         };
-        let file = File::open(path).map_err(io)?;
+        let file = open_regular(path).map_err(io)?;
         let found = file.metadata().map_err(io)?.len();
         let mut file = BufReader::new(file);
         let mut header = Vec::new();
@@ -503,6 +503,7 @@ mod tests {
         for length in 8..whole.len() {
             assert!(open(&whole[..length]).contains("its header implies"), "{length}");
         }
+        assert!(open(&[&whole[..], b"x"].concat()).contains("its header implies"));
         assert!(open(b"NINFTOPK\x01\0\0\0\x20\0\0\0").contains("it is a top-token reference"));
         let mut huge = whole.clone();
         huge[8..20].fill(0x7f);

@@ -4,6 +4,7 @@
 //! apply is `null`, `false` or empty, never absent. Keys are in lexicographic order, indentation is two blanks, numbers
 //! are the shortest that read back as the same f64. `docs/report.md` describes each field.
 
+mod check;
 mod schema;
 
 use std::io::Write;
@@ -13,11 +14,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::aggregate::Aggregate;
 use crate::corpus::{CorpusPlan, StreamPlan};
-use crate::evaluate::{KlResults, Results, StreamResult, WindowResult};
+use crate::evaluate::{KlResults, ReferenceKind, Results, StreamResult, WindowResult};
 use crate::exact_json;
 use crate::files::PendingFile;
 use crate::statistics::{Sums, coverage_note};
 
+pub use check::ReportFault;
+pub(crate) use check::{check_kl, check_total};
 pub use schema::*;
 
 /// Number of this schema.
@@ -25,7 +28,7 @@ pub const SCHEMA_VERSION: u32 = 6;
 /// Name of the report within its directory.
 pub const FILE_NAME: &str = "report.json";
 
-/// Why a report cannot be written.
+/// Why a report cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
     /// A figure is infinite or not a number.
@@ -34,6 +37,9 @@ pub enum ReportError {
     /// The text is no report of this schema.
     #[error("not a report of schema 6: {0}")]
     Json(#[from] serde_json::Error),
+    /// A number of a report that was read cannot be right.
+    #[error(transparent)]
+    Fault(#[from] ReportFault),
     /// The system refuses.
     #[error("cannot write {path}: {source}")]
     Write {
@@ -75,6 +81,9 @@ pub struct Report {
     pub kl_divergence: Option<KlReport>,
     /// Top-token reference that was written; `null` without one.
     pub top_tokens: Option<TopTokensReport>,
+    /// Hidden-state reference that was written; `null` without one.
+    #[serde(default)]
+    pub hidden_states: Option<HiddenStatesReport>,
     /// The share that was scored; `null` for everything.
     pub shard: Option<ShardReport>,
     /// Remarks a reader must know, one sentence each.
@@ -115,6 +124,7 @@ impl Report {
         if let Some(kl) = &kl_divergence {
             run.notes
                 .extend(coverage_note(&kl.detail.figures, kl.reference_top_tokens));
+            run.notes.extend(kl.reference_head_error.and_then(head_note));
         }
         let domain = |(name, sum): (&String, &Aggregate)| {
             let kl = results.kl.as_ref().and_then(|kl| kl.domains.get(name).cloned());
@@ -137,6 +147,7 @@ impl Report {
                 context_tokens: plan.protocol.context() as u64,
                 stride_tokens: plan.protocol.stride() as u64,
                 windows: plan.protocol.kind(),
+                window_limit: plan.limit.map(|limit| limit as u64),
                 batch_windows: results.batch as u64,
                 settings: run.settings,
             },
@@ -156,6 +167,11 @@ impl Report {
                 path: saved.path.display().to_string(),
                 per_position: saved.per_position,
             }),
+            hidden_states: results.hidden_states.as_ref().map(|saved| HiddenStatesReport {
+                path: saved.path.display().to_string(),
+                hidden_size: saved.hidden_size,
+                precision: saved.precision.name().into(),
+            }),
             shard: (!results.shard.is_whole()).then(|| ShardReport {
                 index: results.shard.index(),
                 count: results.shard.count(),
@@ -164,12 +180,14 @@ impl Report {
         }
     }
 
-    /// Reads a report of this schema, every number as the f64 that was written.
+    /// Reads a report of this schema, every number as the f64 that was written, and [checks](Self::check) it.
     ///
     /// # Errors
-    /// When the text is not the JSON of such a report.
+    /// When the text is not the JSON of such a report, or a number cannot be right.
     pub fn from_json(text: &str) -> Result<Self, ReportError> {
-        Ok(exact_json::parse(text)?)
+        let report: Self = exact_json::parse(text)?;
+        report.check()?;
+        Ok(report)
     }
 
     /// The report as text: sorted keys, two-blank indentation, a newline at the end.
@@ -194,18 +212,36 @@ impl Report {
     /// # Errors
     /// When a figure is not finite or the file cannot be written; nothing is left behind then.
     pub fn write(&self, directory: &Path) -> Result<(), ReportError> {
-        let text = self.to_json()?;
         let path = directory.join(FILE_NAME);
-        let write = || {
-            let mut file = PendingFile::create(&path, ".tmp")?;
-            file.write_all(text.as_bytes())?;
-            file.commit()
-        };
-        write().map_err(|source| ReportError::Write {
+        let file = PendingFile::create(&path, ".tmp").map_err(|source| ReportError::Write {
+            path: path.display().to_string(),
+            source,
+        })?;
+        self.store(file, &path)
+    }
+
+    /// Writes the report into the file that will be `path`.
+    pub(crate) fn store(&self, mut file: PendingFile, path: &Path) -> Result<(), ReportError> {
+        let text = self.to_json()?;
+        let written = file.write_all(text.as_bytes()).and_then(|()| file.commit());
+        written.map_err(|source| ReportError::Write {
             path: path.display().to_string(),
             source,
         })
     }
+}
+
+/// Nats by which a target's log-probability may change when the head is applied again in another batch.
+const HEAD_ROUNDING: f64 = 1e-3;
+
+/// Said when the reference was made with another output head, whose own error the divergence then misses.
+fn head_note(head_error: f64) -> Option<String> {
+    (head_error > HEAD_ROUNDING).then(|| {
+        format!(
+            "this run's output head gives the reference's hidden states other log-probabilities than their own run did, by up \
+             to {head_error:.2e} nats: the divergence leaves out what the heads differ by"
+        )
+    })
 }
 
 /// Tokens per second; `None` when the clock saw no time.
@@ -234,12 +270,16 @@ fn stream_report(plan: &StreamPlan, result: &StreamResult) -> StreamReport {
 }
 
 pub(crate) fn kl_report(kl: &KlResults, overall: &Aggregate) -> KlReport {
-    let definition = match kl.source.top_tokens {
-        Some(_) => {
+    let definition = match kl.source.kind {
+        ReferenceKind::TopTokens => {
             "KL(reference || this run) in nats over the reference's top tokens plus one bucket for all other tokens: a \
              lower bound of the divergence over the whole vocabulary; delta_nll is this run minus the reference"
         }
-        None => {
+        ReferenceKind::HiddenStates => {
+            "KL(reference || this run), and the reverse, in nats over the whole vocabulary, the reference's distribution being \
+             this run's output head applied to its hidden states; delta_nll is this run minus the reference"
+        }
+        ReferenceKind::LogitBase => {
             "KL(reference || this run) in nats over the whole vocabulary; the reference's log-probabilities are 16-bit \
              codes over at most 16 nats; delta_nll is this run minus the reference"
         }
@@ -248,7 +288,9 @@ pub(crate) fn kl_report(kl: &KlResults, overall: &Aggregate) -> KlReport {
     KlReport {
         definition: definition.into(),
         reference: kl.source.path.display().to_string(),
+        reference_kind: kl.source.kind,
         reference_top_tokens: kl.source.top_tokens,
+        reference_head_error: kl.source.head_error,
         reference_provenance: kl.source.provenance.clone(),
         reference_mean_nll: overall.mean_nll().map(|mean| mean - delta),
         perplexity_ratio: Some(delta.exp()).filter(|ratio| ratio.is_finite()),

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::aggregate::Aggregate;
+use crate::evaluate::ReferenceKind;
 use crate::statistics::{KlDetail, KlFigures};
 use crate::top_tokens::Provenance;
 use crate::uncertainty::Uncertainty;
@@ -225,6 +226,9 @@ pub struct Execution {
     pub stride_tokens: u64,
     /// `sliding`, `disjoint` or `llama-chunks`.
     pub windows: WindowKind,
+    /// Most windows of a stream; `null` for all.
+    #[serde(default)]
+    pub window_limit: Option<u64>,
     /// Windows per batch.
     pub batch_windows: u64,
     /// Settings of the model side.
@@ -483,8 +487,14 @@ pub struct KlReport {
     pub definition: String,
     /// Absolute path of the reference.
     pub reference: String,
+    /// What the reference holds of each position.
+    #[serde(default)]
+    pub reference_kind: ReferenceKind,
     /// Its tokens per position; `null` for whole rows.
     pub reference_top_tokens: Option<u32>,
+    /// Largest change of a target's log-probability when this run's head is applied to the reference's hidden states.
+    #[serde(default)]
+    pub reference_head_error: Option<f64>,
     /// What made it, when it says so.
     pub reference_provenance: Option<Provenance>,
     /// This run's `mean_nll` less `mean_delta_nll`.
@@ -511,6 +521,17 @@ pub struct TopTokensReport {
     pub path: String,
     /// Tokens per position.
     pub per_position: u32,
+}
+
+/// A hidden-state reference that was written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HiddenStatesReport {
+    /// Absolute path.
+    pub path: String,
+    /// Values of a hidden state.
+    pub hidden_size: u32,
+    /// `bf16` or `f32`.
+    pub precision: String,
 }
 
 /// Everything.

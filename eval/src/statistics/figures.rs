@@ -9,6 +9,9 @@ pub struct KlFigures {
     pub positions: u64,
     /// Mean divergence in nats.
     pub mean_kl: f64,
+    /// Mean divergence in the other direction, KL(this run ‖ reference); `None` unless whole rows were compared.
+    #[serde(default)]
+    pub mean_reverse_kl: Option<f64>,
     /// Spread of the divergence over positions; no standard error.
     pub kl_standard_deviation: f64,
     /// Share of positions with the same most probable token.
@@ -114,6 +117,9 @@ pub struct KlDetail {
     /// Order statistics.
     #[serde(flatten)]
     pub quantiles: KlQuantiles,
+    /// Order statistics of the divergence in the other direction; `null` where there is none or only sums are known.
+    #[serde(default)]
+    pub reverse_quantiles: Option<KlQuantiles>,
     /// Standard errors of the means; `null` below two positions.
     pub standard_errors: Option<KlErrors>,
     /// Change of the target's probability; `null` where only sums are known.

@@ -15,10 +15,12 @@ pub enum TopTokenError {
         source: io::Error,
     },
     /// The file is something else.
-    #[error("{path} is not a top-token reference of version 1; it is {found}", path = path.display())]
+    #[error("{path} is not {name}; it is {found}", path = path.display())]
     Kind {
         /// The file.
         path: PathBuf,
+        /// What was expected.
+        name: &'static str,
         /// What it is.
         found: &'static str,
     },
@@ -57,6 +59,17 @@ pub enum TopTokenError {
         path: PathBuf,
         /// Where it ends.
         place: String,
+    },
+    /// Something follows the last record.
+    #[error(
+        "{path} has {bytes} byte(s) after its footer that say nothing of its origin; it is damaged, record it again",
+        path = path.display()
+    )]
+    Trailing {
+        /// The file.
+        path: PathBuf,
+        /// Bytes after the footer.
+        bytes: u64,
     },
     /// The file was recorded under another protocol.
     #[error(

@@ -441,6 +441,12 @@ pub enum ArtifactError {
         /// The file.
         path: PathBuf,
     },
+    /// A file that another run is writing.
+    #[error("another run is writing {}", path.display())]
+    Busy {
+        /// The file.
+        path: PathBuf,
+    },
     /// A path without a plain UTF-8 file name.
     #[error("{} has no UTF-8 file name", path.display())]
     FileName {

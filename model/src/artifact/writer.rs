@@ -9,7 +9,7 @@ use super::{ArtifactError, ENTRY_MAGIC, HEADER_BYTES, PAYLOAD_ALIGNMENT, VOLUME_
 use crate::formats::{self, Format, FormatError, align_up};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -328,7 +328,8 @@ impl ObjectStream {
             return Err(ArtifactError::Exists { path: target });
         }
         let mut name = target.file_name().unwrap_or_default().to_owned();
-        name.push(format!(".{}.tmp", std::process::id()));
+        // Always the same, so that a rerun takes over what a killed one left.
+        name.push(".tmp");
         let temporary = target.with_file_name(name);
         let io = |source| ArtifactError::Io {
             path: temporary.clone(),
@@ -336,9 +337,21 @@ impl ObjectStream {
         };
         let file = OpenOptions::new()
             .write(true)
-            .create_new(true)
+            .create(true)
+            .truncate(false)
             .open(&temporary)
             .map_err(io)?;
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) => return Err(ArtifactError::Busy { path: target }),
+            // Some network file systems have no locks.
+            Err(TryLockError::Error(error)) if error.kind() != io::ErrorKind::Unsupported => return Err(io(error)),
+            _ => {}
+        }
+        // The run that held the lock may just have given this very file its name.
+        if target.exists() {
+            return Err(ArtifactError::Exists { path: target });
+        }
+        file.set_len(0).map_err(io)?;
         let at = self.volumes.len();
         // From here on, dropping the stream removes the file.
         self.volumes.push(OutputVolume {

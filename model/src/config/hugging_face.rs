@@ -138,7 +138,7 @@ fn copy(from: &Map<String, Value>, field: &str, to: &mut Map<String, Value>) {
 
 /// Which feed-forward kind the model type names; `architectures`, where given, has to agree.
 fn is_moe(root: &Map<String, Value>, text: &Map<String, Value>) -> Result<bool, ConfigError> {
-    const TYPES: &str = "expected qwen3_5_text, qwen3_5_moe_text, qwen3_5 or qwen3_5_moe";
+    const TYPES: &str = "qwen3_5_text, qwen3_5_moe_text, qwen3_5 or qwen3_5_moe";
     let model_type = text
         .get("model_type")
         .or_else(|| root.get("model_type"))
@@ -152,7 +152,7 @@ fn is_moe(root: &Map<String, Value>, text: &Map<String, Value>) -> Result<bool, 
                 expected: TYPES.into(),
             });
         }
-        _ => return Err(unsupported("model_type", model_type, TYPES.into())),
+        _ => return Err(unsupported("model_type", model_type, format!("expected {TYPES}"))),
     };
     let Some(architectures) = root.get("architectures").filter(|names| !names.is_null()) else {
         return Ok(is_moe);

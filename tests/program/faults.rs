@@ -1,0 +1,312 @@
+//! Faults that a hostile user found, each with a test of its name.
+
+use std::process::{Command, Stdio};
+
+use serde_json::{Value, json};
+
+use crate::common::{Dir, Run, byte_model, demo_artifact, demo_checkpoint, read_report, repository};
+
+const TEXT: &str = "the quick brown fox jumps over the lazy dog";
+
+/// Runs a command line in which MODEL stands for the byte model.
+fn run(dir: &Dir, line: &str) -> Run {
+    let line = line.replace("MODEL", byte_model().to_str().unwrap());
+    dir.run(line.split_whitespace())
+}
+
+#[test]
+fn a_missing_input_is_wrong_usage_everywhere() {
+    let dir = Dir::new();
+    dir.file("a.txt", TEXT);
+    for line in [
+        "nowhere --text a.txt",
+        "MODEL --text nowhere",
+        "MODEL --corpus nowhere",
+        "MODEL --text a.txt --kl-reference nowhere",
+        "MODEL --text a.txt --llama-chunks --kl-base nowhere",
+        "MODEL --text a.txt --kl-hidden nowhere",
+        "convert nowhere out.ninfer --recipe bf16",
+        "inspect nowhere",
+        "compare nowhere a.txt",
+        "compare a.txt nowhere",
+        "gate nowhere a.txt",
+        "merge a.txt nowhere --output out",
+    ] {
+        let run = run(&dir, line);
+        assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{line}: {}", run.stderr);
+        assert!(
+            run.stderr.contains("\"nowhere\" does not exist"),
+            "{line}: {}",
+            run.stderr
+        );
+    }
+    // What is there and is something else fails while working.
+    for line in [
+        "a.txt --text a.txt",
+        "MODEL --corpus a.txt",
+        "MODEL --text a.txt --kl-reference a.txt",
+        "MODEL --text a.txt --kl-hidden a.txt",
+        "inspect a.txt",
+        "compare a.txt a.txt",
+        "merge a.txt --output out",
+    ] {
+        let run = run(&dir, line);
+        assert_eq!((run.code, run.stdout.as_str()), (1, ""), "{line}: {}", run.stderr);
+        assert_eq!(run.stderr.matches("a.txt").count(), 1, "{line}: {}", run.stderr);
+    }
+    assert_eq!(dir.files(), ["a.txt"]);
+}
+
+#[test]
+fn no_message_says_a_word_twice() {
+    let dir = Dir::new();
+    dir.file("a/config.json", "{}");
+    let run = run(&dir, "a --text a/config.json");
+    assert!(!run.stderr.contains("expected expected"), "{}", run.stderr);
+    assert_eq!(run.stderr.matches("a/config.json").count(), 1, "{}", run.stderr);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_a_device_and_a_directory_are_no_texts() {
+    let dir = Dir::new();
+    let made = Command::new("mkfifo").arg(dir.path("pipe")).status().unwrap();
+    assert!(made.success());
+    for (name, kind) in [("pipe", "a pipe"), ("/dev/zero", "a device"), (".", "a directory")] {
+        let run = run(&dir, &format!("MODEL --text {name}"));
+        assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{}", run.stderr);
+        assert!(
+            run.stderr.contains(&format!("is {kind}, expected a file")),
+            "{}",
+            run.stderr
+        );
+    }
+    let manifest = r#"{"corpus_id":"c","streams":[{"id":"s","domain":"d","path":"pipe"}],
+        "modes":{"quick":["s"],"full":["s"]}}"#;
+    dir.file("manifest.json", manifest);
+    let run = run(&dir, "MODEL --corpus manifest.json");
+    assert_eq!(run.code, 1);
+    assert!(
+        run.stderr.contains("it is a pipe, not a regular file"),
+        "{}",
+        run.stderr
+    );
+}
+
+/// A corpus of one stream, with further fields of the stream.
+fn manifest(dir: &Dir, fields: &str) {
+    dir.file("data/a.txt", TEXT);
+    dir.file(
+        "manifest.json",
+        format!(
+            r#"{{"corpus_id":"c","streams":[{{"id":"s","domain":"d","path":"data/a.txt"{fields}}}],
+            "modes":{{"quick":["s"],"full":["s"]}}}}"#
+        ),
+    );
+}
+
+#[test]
+fn outputs_never_replace_a_text_of_the_corpus() {
+    let dir = Dir::new();
+    manifest(&dir, "");
+    for option in ["--save-tokens", "--save-top-tokens", "--resume"] {
+        let run = run(&dir, &format!("MODEL --corpus manifest.json {option} data/a.txt"));
+        assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{}", run.stderr);
+        let words = format!("{option} \"data/a.txt\" is also a text of the corpus");
+        assert!(run.stderr.contains(&words), "{}", run.stderr);
+    }
+    assert_eq!(std::fs::read_to_string(dir.path("data/a.txt")).unwrap(), TEXT);
+}
+
+#[test]
+fn unknown_fields_of_a_manifest_are_named() {
+    let dir = Dir::new();
+    manifest(&dir, r#","sha265":"a typo""#);
+    let run = run(&dir, "MODEL --corpus manifest.json --output out");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let words = "the manifest's field `streams[].sha265` is not known and was ignored";
+    assert!(run.stderr.contains(&format!("warning: {words}")), "{}", run.stderr);
+    assert_eq!(read_report(&dir.path("out"))["notes"][0], words);
+}
+
+#[test]
+fn a_folder_that_does_not_exist_is_noticed_before_loading() {
+    let dir = Dir::new();
+    dir.file("a.txt", TEXT);
+    for option in ["--save-top-tokens", "--save-tokens", "--save-hidden", "--resume"] {
+        let run = run(&dir, &format!("MODEL --text a.txt {option} nowhere/a"));
+        assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{}", run.stderr);
+        assert!(
+            run.stderr.contains("\"nowhere\" does not exist") && !run.stderr.contains("weights"),
+            "{}",
+            run.stderr
+        );
+    }
+    let run = run(&dir, "convert MODEL nowhere/a.ninfer --recipe bf16");
+    assert_eq!(run.code, 2, "{}", run.stderr);
+}
+
+/// Starts the same command several times at once and returns the exit codes, ascending.
+fn together(dir: &Dir, times: usize, line: &str) -> Vec<i32> {
+    let line = line.replace("MODEL", byte_model().to_str().unwrap());
+    let start = |_| {
+        Command::new(env!("CARGO_BIN_EXE_burn-perplexity"))
+            .args(line.split_whitespace())
+            .current_dir(dir.path(""))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap()
+    };
+    let children: Vec<_> = (0..times).map(start).collect();
+    let ended = children.into_iter().map(|mut child| child.wait().unwrap().code());
+    let mut codes: Vec<i32> = ended.map(|code| code.expect("not ended by a signal")).collect();
+    codes.sort_unstable();
+    codes
+}
+
+#[test]
+fn parallel_runs_lose_no_report() {
+    let dir = Dir::new();
+    dir.file("a.txt", TEXT);
+    assert_eq!(together(&dir, 3, "MODEL --text a.txt"), [0, 0, 0]);
+    let reports = dir.files().iter().filter(|name| name.ends_with("/report.json")).count();
+    assert_eq!(reports, 3, "{:?}", dir.files());
+    // One directory, or one file, belongs to one run.
+    let codes = together(&dir, 2, "MODEL --text a.txt --output shared");
+    assert!(codes[0] == 0 && codes[1] > 0, "{codes:?}");
+    assert!(dir.path("shared/report.json").exists());
+    assert!(
+        !dir.files().iter().any(|name| name.ends_with(".tmp")),
+        "{:?}",
+        dir.files()
+    );
+}
+
+#[test]
+fn a_shard_without_a_window_is_said() {
+    let dir = Dir::new();
+    dir.file("a.txt", TEXT);
+    let run = run(&dir, "MODEL --text a.txt --shard 1/2 --output out");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert!(
+        run.stderr
+            .contains("warning: shard 1/2 holds none of the 1 windows: nothing is scored"),
+        "{}",
+        run.stderr
+    );
+}
+
+#[test]
+fn a_rerun_takes_over_what_a_killed_conversion_left() {
+    let dir = Dir::new();
+    let checkpoint = demo_checkpoint();
+    let line = ["convert", checkpoint.to_str().unwrap(), "a.ninfer", "--recipe", "bf16"];
+    let mut child = Command::new(env!("CARGO_BIN_EXE_burn-perplexity"))
+        .args(line)
+        .current_dir(dir.path(""))
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    while dir.files().is_empty() && child.try_wait().unwrap().is_none() {
+        std::thread::yield_now();
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Killed early, it left its beginning under the temporary name, or a longer one of an older run lies there.
+    if !dir.path("a.ninfer").exists() {
+        dir.file("a.ninfer.tmp", vec![0x5a; 40_000_000]);
+        let again = dir.run(line);
+        assert_eq!(again.code, 0, "{}", again.stderr);
+    }
+    assert_eq!(dir.files(), ["a.ninfer"]);
+    let inspected = dir.run(["inspect", "a.ninfer"]);
+    assert_eq!(inspected.code, 0, "{}", inspected.stderr);
+}
+
+#[test]
+fn absurd_numbers_in_a_report_stop_every_command_with_file_and_field() {
+    let dir = Dir::new();
+    dir.file("a.txt", TEXT);
+    let line = "MODEL --text a.txt --context 16 --stride 8 --output good --shard 0/1";
+    assert_eq!(run(&dir, line).code, 0);
+    let good = read_report(&dir.path("good"));
+    for (pointer, value, field) in [
+        ("/streams/0/windows/0/scored_tokens", json!(u64::MAX), "scored_tokens"),
+        ("/streams/0/windows/0/total_nll", json!(-1.0), "total_nll"),
+        ("/streams/0/windows/0/total_nll", json!(1e300), "total_nll"),
+        ("/streams/0/total_nll", json!(1.0), "total_nll"),
+    ] {
+        let mut bad: Value = good.clone();
+        *bad.pointer_mut(pointer).unwrap() = value;
+        bad["shard"] = json!({"index": 0, "count": 1});
+        dir.file("bad.json", bad.to_string());
+        for line in [
+            "compare good/report.json bad.json",
+            "gate bad.json good/report.json",
+            "merge bad.json --output merged",
+        ] {
+            let run = run(&dir, line);
+            assert_eq!((run.code, run.stdout.as_str()), (1, ""), "{line}: {}", run.stderr);
+            let named = run.stderr.contains("bad.json: `streams[0]") && run.stderr.contains(field);
+            assert!(named && !run.stderr.contains("panicked"), "{line}: {}", run.stderr);
+        }
+    }
+    assert!(!dir.path("merged").exists());
+}
+
+/// Starts a command, kills it once `partial` holds something, and returns the files that lie there then.
+fn killed(dir: &Dir, args: &[&str], partial: &str) -> Vec<String> {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_burn-perplexity"))
+        .args(args)
+        .current_dir(dir.path(""))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    while std::fs::metadata(dir.path(partial)).map_or(0, |found| found.len()) == 0 {
+        assert_eq!(child.try_wait().unwrap(), None, "ended before it could be killed");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    child.kill().unwrap();
+    assert!(!child.wait().unwrap().success());
+    dir.files()
+}
+
+#[test]
+fn a_killed_run_leaves_nothing_under_a_final_name() {
+    let dir = Dir::new();
+    let whole = std::fs::read(repository("eval/corpora/open-1m/data/demo/english_long_form.txt")).unwrap();
+    dir.file("a.txt", &whole[..1500]);
+    let (model, checkpoint) = (demo_artifact(), demo_checkpoint());
+    let model = model.to_str().unwrap();
+    let scores = "--text a.txt --context 64 --stride 16 --save-top-tokens t --save-hidden h --save-tokens j --output o";
+    let rows = "--text a.txt --context 64 --llama-chunks --save-logits l --output o";
+    let convert = ["convert", checkpoint.to_str().unwrap(), "m", "--recipe", "q4"];
+    let line = |options: &'static str| std::iter::once(model).chain(options.split(' ')).collect::<Vec<&str>>();
+    for (args, partial, last) in [
+        (line(scores), "h.partial", "j"),
+        (line(rows), "l.partial", "l"),
+        (convert.to_vec(), "m.tmp", "m"),
+    ] {
+        let left = killed(&dir, &args, partial);
+        let partial = |name: &String| name == "a.txt" || name.ends_with(".partial") || name.ends_with(".tmp");
+        assert!(left.iter().all(partial), "{left:?}");
+        // The same command again takes all of it over.
+        let again = dir.run(&args);
+        assert_eq!(again.code, 0, "{}", again.stderr);
+        let files = dir.files();
+        assert!(files.contains(&last.to_owned()), "{files:?}");
+        assert!(
+            files
+                .iter()
+                .all(|name| !name.contains(".partial") && !name.ends_with(".tmp")),
+            "{files:?}"
+        );
+        for name in files.iter().filter(|name| *name != "a.txt") {
+            std::fs::remove_file(dir.path(name)).unwrap();
+        }
+    }
+}
