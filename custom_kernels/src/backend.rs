@@ -13,13 +13,15 @@ use std::fmt::Debug;
 use burn::tensor::{Tensor, backend::Backend};
 
 use crate::ops::{
-    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, gated_delta_rule, gated_rms_norm,
-    offset_rms_norm, project, rotary, round, score_head, sigmoid_gate, swiglu,
+    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
+    gated_rms_norm, offset_rms_norm, project, rotary, round, route_experts, score_head, sigmoid_gate, swiglu,
 };
 use crate::precision::Precision;
 
+pub use crate::ops::expert_feed_forward::Expert;
 pub use crate::ops::gated_delta_rule::DeltaHeads;
 pub use crate::ops::rotary::RotaryTable;
+pub use crate::ops::route_experts::Routing;
 pub use crate::ops::score_head::{HeadRequest, HeadScores};
 
 /// A burn backend with the operations of the forward pass.
@@ -63,6 +65,20 @@ pub trait EvaluatorBackend: Backend {
     /// `SiLU(x gate^T) * (x up^T)`; see [`swiglu`].
     fn swiglu(x: Tensor<Self, 3>, gate: &Self::Weight, up: &Self::Weight, to: Precision) -> Tensor<Self, 3> {
         swiglu::reference(x, Self::dense(gate), Self::dense(up), to)
+    }
+
+    /// The `top_k` experts of every row of `x` and their weights; see [`route_experts`].
+    fn route_experts(x: Tensor<Self, 3>, router: &Self::Weight, top_k: usize) -> Routing<Self> {
+        route_experts::reference(x, Self::dense(router), top_k)
+    }
+
+    /// The weighted sum of the chosen experts' outputs, float32 `[batch, tokens, in]`; see [`expert_feed_forward`].
+    fn expert_feed_forward(
+        x: Tensor<Self, 3>,
+        routing: &Routing<Self>,
+        experts: &[Expert<Self::Weight>],
+    ) -> Tensor<Self, 3> {
+        expert_feed_forward::grouped(x, routing, experts, Precision::Full)
     }
 
     /// RMS norm over the last axis with weight `1 + w`; see [`offset_rms_norm`].

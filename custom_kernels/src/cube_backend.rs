@@ -3,12 +3,12 @@
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_cubecl::{CubeBackend, CubeElement};
 
-use crate::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, HeadScores, RotaryTable};
+use crate::backend::{DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, RotaryTable, Routing};
 use crate::cube::{CubeTensor, KernelRuntime, contiguous, empty, primitive, storage, tensor};
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
     expand_weight::{self, ExpandError, Packing},
-    gated_delta_rule, offset_rms_norm, project, quantize_rows, rotary, round, score_head,
+    expert_feed_forward, gated_delta_rule, offset_rms_norm, project, quantize_rows, rotary, round, score_head,
     sigmoid_gate::cube::{self as gate, Gate},
 };
 use crate::precision::Precision;
@@ -162,6 +162,19 @@ where
         let gate = linear(x.clone(), gate, None, stored);
         let up = linear(x, up, None, stored);
         tensor(gate::launch(primitive(gate), primitive(up), Gate::Swiglu, to))
+    }
+
+    fn expert_feed_forward(
+        x: Tensor<Self, 3>,
+        routing: &Routing<Self>,
+        experts: &[Expert<Self::Weight>],
+    ) -> Tensor<Self, 3> {
+        // Rows in 16 bits meet the weights in 16 bits in both products, as in `swiglu`.
+        let inner = match x.clone().into_primitive().tensor().dtype {
+            DType::BF16 => Precision::Bf16,
+            _ => Precision::Full,
+        };
+        expert_feed_forward::grouped(x, routing, experts, inner)
     }
 
     fn offset_rms_norm<const D: usize>(

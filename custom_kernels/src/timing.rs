@@ -14,6 +14,10 @@ pub enum Operation {
     Project,
     /// Gate and up products with their activation.
     Swiglu,
+    /// Router of a mixture of experts and its choice.
+    RouteExperts,
+    /// Routed experts, their sum included.
+    ExpertFeedForward,
     /// Both RMS norms.
     Norm,
     /// Rotary embedding.
@@ -35,11 +39,13 @@ pub enum Operation {
 }
 
 /// Every operation, in declaration order.
-pub const OPERATIONS: [Operation; 13] = [
+pub const OPERATIONS: [Operation; 15] = [
     Operation::Round,
     Operation::EmbedTokens,
     Operation::Project,
     Operation::Swiglu,
+    Operation::RouteExperts,
+    Operation::ExpertFeedForward,
     Operation::Norm,
     Operation::Rotary,
     Operation::Convolution,

@@ -4,14 +4,16 @@
 
 use burn::tensor::{Tensor, TensorData};
 use burn_flex::Flex;
-use perplexity_kernels::backend::{DeltaHeads, HeadRequest, RotaryTable};
+use perplexity_kernels::backend::{DeltaHeads, Expert, HeadRequest, RotaryTable, Routing};
+use perplexity_kernels::ops::mixture_of_experts::{Mixture, mixture};
 use perplexity_kernels::ops::{
-    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, gated_delta_rule, gated_rms_norm,
-    offset_rms_norm, project, rotary, round, score_head, sigmoid_gate, swiglu,
+    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
+    gated_rms_norm, offset_rms_norm, project, rotary, round, route_experts, score_head, sigmoid_gate, swiglu,
 };
 use perplexity_kernels::{EvaluatorBackend, Precision};
 
 type B = Flex;
+type Weight = <B as EvaluatorBackend>::Weight;
 
 /// Token counts around the sizes of tiles, blocks and chunks.
 const AWKWARD: [usize; 6] = [1, 63, 64, 65, 127, 129];
@@ -44,7 +46,7 @@ fn vec<const D: usize>(tensor: Tensor<B, D>) -> Vec<f32> {
     tensor.into_data().into_vec().unwrap()
 }
 
-fn weight(values: Vec<f32>, shape: [usize; 2]) -> <B as EvaluatorBackend>::Weight {
+fn weight(values: Vec<f32>, shape: [usize; 2]) -> Weight {
     B::weight(values, shape, FULL, &Default::default())
 }
 
@@ -625,4 +627,220 @@ fn head_scores_of_a_row_do_not_depend_on_the_tile() {
         let alone = B::score_head(hidden.clone().narrow(0, row, 1), &head, &ask(&targets[row..=row]), FULL);
         assert_eq!(alone.logprobs[0], all.logprobs[row]);
     }
+}
+
+/// Logits as the router's result: one input feature that is 1, so that a column of the router is the row of logits.
+fn routed(logits: &[f32], top_k: usize) -> (Vec<i64>, Vec<f32>) {
+    let router = weight(logits.to_vec(), [logits.len(), 1]);
+    let one = || of(vec![1.0], [1, 1, 1]);
+    let values = |routing: Routing<B>| {
+        let ids = routing.experts.into_data().convert::<i64>().into_vec().unwrap();
+        (ids, vec(routing.weights))
+    };
+    let fast = values(B::route_experts(one(), &router, top_k));
+    let plain = values(route_experts::reference::<B>(one(), B::dense(&router), top_k));
+    assert_eq!(fast.0, plain.0, "{logits:?}");
+    for (fast, plain) in fast.1.iter().zip(&plain.1) {
+        assert!((fast - plain).abs() < 1e-6, "{logits:?}: {fast}, not {plain}");
+    }
+    fast
+}
+
+#[test]
+fn router_takes_the_largest_probabilities_and_makes_them_sum_to_one() {
+    // e^0 : e^-ln 3 is 3 : 1, whatever the others are.
+    let (ids, weights) = routed(&[-5.0, 0.0, -3f32.ln(), -9.0], 2);
+    assert_eq!(ids, [1, 2]);
+    assert!((weights[0] - 0.75).abs() < 1e-6 && (weights[1] - 0.25).abs() < 1e-6);
+    // All below zero: still the largest, not the largest magnitudes and not padding.
+    assert_eq!(routed(&[-7.0, -3.0, -2.0, -9.0, -2.5], 3).0, [2, 4, 1]);
+    // All of them, however unlikely: a probability that underflows keeps its place and weighs nothing.
+    let (ids, weights) = routed(&[0.0, -200.0, -1.0, -300.0], 4);
+    assert_eq!((ids, &weights[2..]), (vec![0, 2, 1, 3], &[0.0, 0.0][..]));
+    assert_eq!(routed(&[-42.0], 1), (vec![0], vec![1.0]));
+}
+
+#[test]
+fn equal_logits_go_to_the_lower_expert() {
+    // A tie at the last place, all below zero.
+    let (ids, weights) = routed(&[-2.0, -1.0, -2.0, -2.0], 2);
+    assert_eq!(ids, [1, 0]);
+    assert!((weights[0] - 1.0 / (1.0 + (-1f32).exp())).abs() < 1e-6);
+    // Ties above it, and everywhere.
+    assert_eq!(routed(&[1.0, 3.0, 3.0, 2.0, 3.0], 4).0, [1, 2, 4, 3]);
+    assert_eq!(routed(&[-0.5; 9], 5), (vec![0, 1, 2, 3, 4], vec![0.2; 5]));
+    assert_eq!(routed(&[-0.0, 0.0, -0.0], 2).0, [0, 1]);
+    // Logits that differ in the last bit are no tie, even where their probabilities are.
+    assert_eq!(routed(&[100.0, 1.0, 1.0 + f32::EPSILON], 2).0, [0, 2]);
+}
+
+#[test]
+fn what_is_not_a_number_in_the_router_shows_in_the_weights() {
+    for nan in [f32::NAN, -f32::NAN] {
+        let router = weight(vec![3.0, nan, 2.0, 1.0], [4, 1]);
+        let routing = B::route_experts(of(vec![1.0], [1, 1, 1]), &router, 2);
+        assert!(vec(routing.weights).iter().all(|weight| weight.is_nan()));
+    }
+}
+
+#[test]
+fn routing_equals_the_reference() {
+    let mut random = Random(20);
+    for (tokens, experts, top_k, width) in [(1, 1, 1, 3), (63, 5, 5, 17), (65, 16, 4, 33), (129, 256, 8, 64)] {
+        let x = random.tensor([2, tokens, width], 1.0);
+        // Coarse values make ties.
+        let values = random.values(experts * width, 3.0).iter().map(|v| v.round()).collect();
+        let (x, router) = (x.mul_scalar(2.0).round(), weight(values, [experts, width]));
+        let fast = B::route_experts(x.clone(), &router, top_k);
+        let plain = route_experts::reference(x, B::dense(&router), top_k);
+        assert_eq!(fast.experts.dims(), [2 * tokens, top_k]);
+        let ids = |routing: &Routing<B>| routing.experts.to_data().convert::<i64>().into_vec::<i64>().unwrap();
+        assert_eq!(ids(&fast), ids(&plain), "{experts} experts");
+        assert_close(fast.weights, plain.weights, 1e-6, "weights");
+    }
+}
+
+/// Experts of random matrices.
+fn bank(random: &mut Random, count: usize, width: usize, inner: usize) -> Vec<Expert<Weight>> {
+    let mut matrix = |shape: [usize; 2]| weight(random.values(shape[0] * shape[1], 0.3), shape);
+    let expert = |_| Expert {
+        gate_up: matrix([2 * inner, width]),
+        down: matrix([width, inner]),
+    };
+    (0..count).map(expert).collect()
+}
+
+fn routing(ids: Vec<i64>, weights: Vec<f32>, top_k: usize) -> Routing<B> {
+    let shape = [weights.len() / top_k, top_k];
+    Routing {
+        experts: Tensor::from_data(TensorData::new(ids, shape), &Default::default()),
+        weights: of(weights, shape),
+    }
+}
+
+#[test]
+fn experts_by_hand() {
+    // Two experts of one inner unit; SiLU(20) is 20 to nine digits. Expert 0: 20 * 2 * (1, 10), expert 1: 20 * 3 * (5, 0).
+    let expert = |up: f32, down: [f32; 2]| Expert {
+        gate_up: weight(vec![20.0, 0.0, up, 0.0], [2, 2]),
+        down: weight(down.to_vec(), [2, 1]),
+    };
+    let experts = [expert(2.0, [1.0, 10.0]), expert(3.0, [5.0, 0.0])];
+    let x = || of(vec![1.0, 7.0, 1.0, 7.0], [1, 2, 2]);
+    let want = of(vec![0.25 * 40.0 + 0.75 * 300.0, 0.25 * 400.0, 300.0, 0.0], [1, 2, 2]);
+    let routing = routing(vec![1, 0, 1, 0], vec![0.75, 0.25, 1.0, 0.0], 2);
+    assert_close(
+        B::expert_feed_forward(x(), &routing, &experts),
+        want.clone(),
+        1e-6,
+        "host",
+    );
+    let plain = expert_feed_forward::reference(x(), &routing, &experts);
+    assert_close(plain, want.clone(), 1e-6, "reference");
+    let grouped = expert_feed_forward::grouped(x(), &routing, &experts, FULL);
+    assert_close(grouped, want, 1e-6, "grouped");
+}
+
+#[test]
+fn experts_equal_the_reference_whoever_is_idle_or_crowded() {
+    let mut random = Random(21);
+    for (tokens, count, top_k, width, inner) in [
+        (1, 1, 1, 3, 1),
+        (1, 7, 2, 33, 17),
+        (65, 7, 3, 33, 17),
+        (129, 16, 4, 65, 40),
+    ] {
+        let experts = bank(&mut random, count, width, inner);
+        let x = random.tensor([2, tokens, width], 1.0);
+        let rows = 2 * tokens;
+        let weights = random.values(rows * top_k, 1.0);
+        let spread = |row: usize, place: usize| (row * 3 + place) % count;
+        // All rows to the last experts, the others idle; then spread; then only the first few rows to expert 0.
+        let crowded = |_: usize, place: usize| count - 1 - place;
+        let lonely = |row: usize, place: usize| if row < 3 { place } else { (place + 1) % count };
+        for choice in [&spread as &dyn Fn(usize, usize) -> usize, &crowded, &lonely] {
+            let ids = (0..rows * top_k).map(|i| choice(i / top_k, i % top_k) as i64).collect();
+            let routing = routing(ids, weights.clone(), top_k);
+            let what = format!("{tokens} tokens, {count} experts");
+            let fast = B::expert_feed_forward(x.clone(), &routing, &experts);
+            let plain = expert_feed_forward::reference(x.clone(), &routing, &experts);
+            assert_close(fast, plain.clone(), 1e-5, &what);
+            let grouped = expert_feed_forward::grouped(x.clone(), &routing, &experts, FULL);
+            assert_close(grouped, plain, 1e-5, &what);
+        }
+    }
+}
+
+#[test]
+fn a_row_of_experts_does_not_depend_on_its_neighbours() {
+    let mut random = Random(22);
+    let (count, top_k, width, rows) = (9, 4, 48, 4200);
+    let experts = bank(&mut random, count, width, 24);
+    let router = weight(random.values(count * width, 1.0), [count, width]);
+    let x = random.tensor([1, rows, width], 1.0);
+    let moe = |x: Tensor<B, 3>| {
+        let routing = B::route_experts(x.clone(), &router, top_k);
+        vec(B::expert_feed_forward(x, &routing, &experts))
+    };
+    let all = moe(x.clone());
+    for row in [0, 1, 95, 96, 4095, 4096, 4199] {
+        let alone = moe(x.clone().slice([0..1, row..row + 1, 0..width]));
+        assert_eq!(alone, all[row * width..][..width], "row {row}");
+    }
+}
+
+#[test]
+fn an_idle_expert_is_not_read() {
+    // Its weights are not numbers, and nobody notices.
+    let poisoned = |value| Expert {
+        gate_up: weight(vec![value; 4], [2, 2]),
+        down: weight(vec![value; 2], [2, 1]),
+    };
+    let experts = [poisoned(f32::NAN), poisoned(1.0), poisoned(f32::NAN)];
+    let routing = routing(vec![1, 1], vec![1.0, 0.5], 1);
+    let x = || of(vec![1.0; 4], [1, 2, 2]);
+    let fast = B::expert_feed_forward(x(), &routing, &experts);
+    let plain = expert_feed_forward::reference(x(), &routing, &experts);
+    assert!(vec(fast.clone()).iter().all(|y| y.is_finite()));
+    assert_close(fast.clone(), plain, 1e-6, "poisoned");
+    assert_close(
+        expert_feed_forward::grouped(x(), &routing, &experts, FULL),
+        fast,
+        1e-6,
+        "poisoned",
+    );
+}
+
+#[test]
+fn mixture_by_hand() {
+    // Two rows, SiLU(20) = 20 and SiLU(0) = 0. Logits (ln 3, 0) and (0, ln 3): weights 3/4 and 1/4 either way round.
+    let ln3 = 3f32.ln();
+    let column = |values: [f32; 2]| weight(values.to_vec(), [2, 1]);
+    let row = |values: [f32; 2]| weight(values.to_vec(), [1, 2]);
+    let expert = |gain: f32| Expert {
+        gate_up: weight(vec![20.0, 20.0, gain, gain], [2, 2]),
+        down: column([1.0, 0.0]),
+    };
+    let weights = Mixture::<B> {
+        router: weight(vec![ln3, 0.0, 0.0, ln3], [2, 2]),
+        top_k: 2,
+        experts: vec![expert(1.0), expert(2.0)],
+        shared_gate: row([20.0, 20.0]),
+        shared_up: row([1.0, 1.0]),
+        shared_down: column([0.0, 8.0]),
+        // sigmoid(ln 3) = 3/4, sigmoid(0) = 1/2.
+        shared_score: row([ln3, 0.0]),
+    };
+    let (residual, x) = (
+        of(vec![1.0, 2.0, 3.0, 4.0], [1, 2, 2]),
+        of(vec![1.0, 0.0, 0.0, 1.0], [1, 2, 2]),
+    );
+    let (y, routing) = mixture(residual, x, &weights, FULL);
+    assert_eq!(
+        routing.experts.into_data().convert::<i64>().into_vec::<i64>().unwrap(),
+        [0, 1, 1, 0]
+    );
+    // Routed: 20 (3/4 + 2/4) and 20 (2 * 3/4 + 1/4); shared: 160 times its gate.
+    let want = of(vec![1.0 + 25.0, 2.0 + 120.0, 3.0 + 35.0, 4.0 + 80.0], [1, 2, 2]);
+    assert_close(y, want, 1e-6, "mixture");
 }

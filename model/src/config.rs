@@ -153,16 +153,20 @@ pub enum FeedForwardConfig {
         intermediate_size: usize,
     },
     /// Routed SwiGLU experts plus one gated shared expert.
-    Moe {
-        /// Experts `E`.
-        num_experts: usize,
-        /// Experts per token `K`.
-        num_experts_per_tok: usize,
-        /// Inner width of a routed expert.
-        moe_intermediate_size: usize,
-        /// Inner width of the shared expert.
-        shared_expert_intermediate_size: usize,
-    },
+    Moe(MoeConfig),
+}
+
+/// Dimensions of the mixture of experts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MoeConfig {
+    /// Experts `E`.
+    pub num_experts: usize,
+    /// Experts per token `K`; at least 1, at most `num_experts`.
+    pub num_experts_per_tok: usize,
+    /// Inner width of a routed expert.
+    pub moe_intermediate_size: usize,
+    /// Inner width of the shared expert.
+    pub shared_expert_intermediate_size: usize,
 }
 
 /// A `qwen3_5` text model.
@@ -214,7 +218,7 @@ impl TextConfig {
     pub fn architecture(&self) -> &'static str {
         match self.feed_forward {
             FeedForwardConfig::Dense { .. } => artifact::DENSE.0,
-            FeedForwardConfig::Moe { .. } => artifact::MOE.0,
+            FeedForwardConfig::Moe(_) => artifact::MOE.0,
         }
     }
 }

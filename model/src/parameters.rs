@@ -3,7 +3,7 @@
 //! Order: embedding, head, final norm, then block by block its norms, mixer and feed-forward. With `P` =
 //! `text/layers/<i>/`, `q = Hq D`, `kv = Hkv D`, `Kd = Nk Dk`, `Vd = Nv Dv`, `C = 2 Kd + Vd`; matrices are `[out, in]`.
 
-use crate::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, TextConfig};
+use crate::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig};
 
 /// The formats a parameter may be stored in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -173,12 +173,12 @@ fn feed_forward_parameters(config: &TextConfig, layer: usize) -> Box<dyn Iterato
             ]
             .into_iter(),
         ),
-        FeedForwardConfig::Moe {
+        FeedForwardConfig::Moe(MoeConfig {
             num_experts,
             moe_intermediate_size: inner,
             shared_expert_intermediate_size: shared,
             ..
-        } => {
+        }) => {
             let routing = [
                 of_layer("moe/router", num_experts, hidden).reads("ffn_input"),
                 of_layer("moe/shared_score", 1, hidden).reads("ffn_input"),

@@ -5,9 +5,11 @@
 //! logits = final_norm(x) output_head^T
 //! ```
 
+use std::cell::RefCell;
+
 use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
-use perplexity_kernels::backend::{HeadRequest, HeadScores, RotaryTable};
+use perplexity_kernels::backend::{HeadRequest, HeadScores, RotaryTable, Routing};
 use perplexity_kernels::ops::rotary;
 use perplexity_kv::options::KvOptions;
 
@@ -44,12 +46,24 @@ pub struct Windows<B: EvaluatorBackend> {
     position: usize,
     blocks: Vec<BlockState<B>>,
     rotary: RotaryTable<B>,
+    /// The experts chosen in the last pass, one entry per mixture, when someone wants them.
+    routing: Option<RefCell<Vec<Routing<B>>>>,
 }
 
 impl<B: EvaluatorBackend> Windows<B> {
     /// Tokens each window has passed so far.
     pub fn position(&self) -> usize {
         self.position
+    }
+
+    /// Keeps each mixture's choice of experts from here on, one pass at a time.
+    pub fn keep_routing(&mut self) {
+        self.routing.get_or_insert_default();
+    }
+
+    /// The experts chosen in the last pass, block after block; empty for a dense model or when they were not kept.
+    pub fn routing(&mut self) -> &[Routing<B>] {
+        self.routing.as_mut().map_or(&[], |kept| kept.get_mut())
     }
 }
 
@@ -112,6 +126,7 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
                 })
                 .collect(),
             rotary: RotaryTable::new(&self.frequencies, 1.0, capacity, &self.device),
+            routing: None,
         }
     }
 
@@ -129,7 +144,11 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
             route: self.route,
             first_position: windows.position,
             rotary: &windows.rotary,
+            routing: windows.routing.as_ref(),
         };
+        if let Some(kept) = pass.routing {
+            kept.borrow_mut().clear();
+        }
         let mut x = self.embedding.forward(ids, windows.batch, self.route);
         for (index, (block, state)) in self.blocks.iter().zip(&mut windows.blocks).enumerate() {
             observe(index, &x);

@@ -100,12 +100,6 @@ pub enum ModelError {
     /// A KV cache that does not fit the model.
     #[error(transparent)]
     Kv(#[from] KvOptionsError),
-    /// A part of the family that this build does not implement.
-    #[error("{what} is not in this build")]
-    NotInThisBuild {
-        /// The part.
-        what: &'static str,
-    },
     /// A block whose dimensions the configuration does not give.
     #[error("layer {layer} is {kind}, but the configuration gives no dimensions for it")]
     MissingDimensions {
@@ -156,6 +150,9 @@ pub enum ModelError {
         /// Scored positions times candidates per position.
         expected: usize,
     },
+    /// A model that scores targets, top tokens and candidates only.
+    #[error("this model gives no whole rows of log-probabilities")]
+    NoRows,
     /// Whoever took whole rows stopped.
     #[error("{0}")]
     Row(RowError),
@@ -192,9 +189,7 @@ pub trait Scorer: Send {
     /// # Errors
     /// On an invalid window, on another number of reference values, when `visit` fails, or when the model does not give rows.
     fn rows(&mut self, _window: &Window, _reference: &[f32], _visit: &mut RowVisitor<'_>) -> Result<(), ModelError> {
-        Err(ModelError::NotInThisBuild {
-            what: "whole rows of log-probabilities of this model",
-        })
+        Err(ModelError::NoRows)
     }
 }
 

@@ -94,18 +94,13 @@ fn list(items: impl IntoIterator<Item = impl ToString>) -> String {
 }
 
 fn feed_forward(feed_forward: &FeedForwardConfig) -> String {
-    match *feed_forward {
-        FeedForwardConfig::Dense { intermediate_size } => list([intermediate_size]),
-        FeedForwardConfig::Moe {
-            num_experts,
-            num_experts_per_tok,
-            moe_intermediate_size,
-            shared_expert_intermediate_size,
-        } => list([
-            num_experts,
-            num_experts_per_tok,
-            moe_intermediate_size,
-            shared_expert_intermediate_size,
+    match feed_forward {
+        FeedForwardConfig::Dense { intermediate_size } => list([*intermediate_size]),
+        FeedForwardConfig::Moe(moe) => list([
+            moe.num_experts,
+            moe.num_experts_per_tok,
+            moe.moe_intermediate_size,
+            moe.shared_expert_intermediate_size,
         ]),
     }
 }

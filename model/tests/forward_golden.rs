@@ -20,8 +20,8 @@ fn backends() -> Vec<(&'static str, Load)> {
     ]
 }
 
-fn fixture_ids() -> Vec<u32> {
-    tensors("fixtures/dense/golden.safetensors")["input_ids"]
+fn fixture_ids(fixture: &str) -> Vec<u32> {
+    tensors(&format!("{fixture}/golden.safetensors"))["input_ids"]
         .iter()
         .map(|&id| id as u32)
         .collect()
@@ -41,13 +41,20 @@ fn assert_within(got: &[f32], want: &[f32], tolerance: f32, what: &str) {
 
 #[test]
 #[cfg(feature = "flex")]
-fn dense_fixture_hidden_states_and_logits_equal_hugging_face() {
+fn fixtures_hidden_states_and_logits_equal_hugging_face() {
+    // Dense, then a mixture of 16 experts, 4 per token: another choice of experts would show from its block on.
+    hidden_states_and_logits("fixtures/dense");
+    hidden_states_and_logits("fixtures/moe");
+}
+
+#[cfg(feature = "flex")]
+fn hidden_states_and_logits(fixture: &str) {
     use burn_flex::{Flex, FlexDevice};
     use perplexity_model::qwen3_5::Qwen3_5;
 
-    let golden = tensors("fixtures/dense/golden.safetensors");
-    let ids = fixture_ids();
-    let source = checkpoint("fixtures/dense");
+    let golden = tensors(&format!("{fixture}/golden.safetensors"));
+    let ids = fixture_ids(fixture);
+    let source = checkpoint(fixture);
     let model = Qwen3_5::<Flex>::load(&source, Route::Exact, &FlexDevice).unwrap();
     let mut windows = model.begin(1, ids.len());
     let layers = source.config().layer_types.len();
@@ -61,33 +68,67 @@ fn dense_fixture_hidden_states_and_logits_equal_hugging_face() {
             &got,
             &golden[&format!("hidden_f32.{layer}")],
             1e-4,
-            &format!("hidden state {layer}"),
+            &format!("{fixture}: hidden state {layer}"),
         );
         seen += 1;
     });
     assert_eq!(seen, layers + 1);
     let logits: Vec<f32> = model.logits(hidden.squeeze::<2>()).into_data().into_vec().unwrap();
-    assert_within(&logits, &golden["logits_f32"], 1e-4, "logits");
+    assert_within(&logits, &golden["logits_f32"], 1e-4, &format!("{fixture}: logits"));
 }
 
 #[test]
-fn dense_fixture_likelihood_equals_hugging_face() {
-    let golden = json("fixtures/dense/golden.json");
-    let window = Window {
-        tokens: fixture_ids(),
-        first_target: 1,
-    };
-    for (name, load) in backends() {
-        for (rows, key) in [("public_tokens", "f32_public_total_nll"), ("rows", "f32_all_total_nll")] {
-            let rows = golden[rows].as_u64().unwrap() as usize;
-            let options = ScorerOptions {
-                route: Route::Exact,
-                ..ScorerOptions::new(rows)
-            };
-            let source = checkpoint("fixtures/dense");
-            let got = total_nll(&mut *load(&source, &options).unwrap(), std::slice::from_ref(&window));
-            let want = golden[key].as_f64().unwrap();
-            assert!((got - want).abs() < 5e-3, "{name}, {rows} rows: {got}, not {want}");
+#[cfg(feature = "flex")]
+fn every_token_of_the_moe_fixture_chooses_hugging_faces_experts() {
+    use burn_flex::{Flex, FlexDevice};
+    use perplexity_model::qwen3_5::Qwen3_5;
+
+    let golden = tensors("fixtures/moe/routing.safetensors");
+    let ids = fixture_ids("fixtures/moe");
+    let source = checkpoint("fixtures/moe");
+    let model = Qwen3_5::<Flex>::load(&source, Route::Exact, &FlexDevice).unwrap();
+    let mut windows = model.begin(1, ids.len());
+    windows.keep_routing();
+    model.pass(&mut windows, &ids, |_, _| {});
+    assert_eq!(windows.routing().len(), source.config().layer_types.len());
+    for (layer, routing) in windows.routing().iter().enumerate() {
+        let experts: Vec<f32> = routing.experts.to_data().convert::<f32>().into_vec().unwrap();
+        // The smallest margin between an expert taken and one left is 1.2e-4 in the logits.
+        assert_eq!(experts, golden[&format!("experts.{layer}")], "block {layer}");
+        let weights: Vec<f32> = routing.weights.to_data().into_vec().unwrap();
+        assert_within(
+            &weights,
+            &golden[&format!("weights.{layer}")],
+            1e-5,
+            &format!("weights of block {layer}"),
+        );
+    }
+}
+
+#[test]
+fn fixtures_likelihoods_equal_hugging_face() {
+    for fixture in ["fixtures/dense", "fixtures/moe"] {
+        let golden = json(&format!("{fixture}/golden.json"));
+        let window = Window {
+            tokens: fixture_ids(fixture),
+            first_target: 1,
+        };
+        for (name, load) in backends() {
+            for (rows, key) in [("public_tokens", "f32_public_total_nll"), ("rows", "f32_all_total_nll")] {
+                let rows = golden[rows].as_u64().unwrap() as usize;
+                let options = ScorerOptions {
+                    route: Route::Exact,
+                    ..ScorerOptions::new(rows)
+                };
+                let source = checkpoint(fixture);
+                let got = total_nll(&mut *load(&source, &options).unwrap(), std::slice::from_ref(&window));
+                let want = golden[key].as_f64().unwrap();
+                println!("{fixture}, {name}, {rows} rows: {:+.1e} from Hugging Face", got - want);
+                assert!(
+                    (got - want).abs() < 1e-3,
+                    "{fixture}, {name}, {rows} rows: {got}, not {want}"
+                );
+            }
         }
     }
 }

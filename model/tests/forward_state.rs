@@ -6,7 +6,7 @@ mod forward_common;
 
 use forward_common::Generated;
 use perplexity_model::backends::{flex, ndarray};
-use perplexity_model::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, TextConfig};
+use perplexity_model::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig};
 use perplexity_model::route::{Boundary, Route};
 use perplexity_model::scorer::{Ask, ModelError, ScorerOptions, Scores, Window};
 
@@ -45,6 +45,19 @@ fn tiny() -> TextConfig {
 
 fn source() -> Generated {
     Generated::new(tiny())
+}
+
+/// The same with seven experts, three per token.
+fn moe() -> Generated {
+    Generated::new(TextConfig {
+        feed_forward: FeedForwardConfig::Moe(MoeConfig {
+            num_experts: 7,
+            num_experts_per_tok: 3,
+            moe_intermediate_size: 20,
+            shared_expert_intermediate_size: 12,
+        }),
+        ..tiny()
+    })
 }
 
 fn ids(count: usize, seed: u32) -> Vec<u32> {
@@ -417,5 +430,70 @@ fn senseless_options_are_refused_before_loading() {
     ] {
         let error = flex::load(&source(), &options).err().unwrap();
         assert!(matches!(error, ModelError::Option { .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_mixture_of_experts_has_equal_bits_for_every_pass_size_batch_and_thread_count() {
+    let windows: Vec<Window> = (0..5).map(|i| window(if i == 3 { 50 } else { 230 }, 20 + i)).collect();
+    for route in [Route::Exact, Route::Normal] {
+        let whole = scored(&moe(), &options(route), &windows, &Ask::default());
+        for (prefill_chunk, batch, threads) in [(1, 1, None), (16, 5, Some(1)), (65, 2, Some(2)), (128, 3, None)] {
+            let options = ScorerOptions {
+                prefill_chunk,
+                batch,
+                threads,
+                ..options(route)
+            };
+            let got = scored(&moe(), &options, &windows, &Ask::default());
+            assert_eq!(
+                got, whole,
+                "passes of {prefill_chunk}, batches of {batch}, threads {threads:?}"
+            );
+        }
+    }
+}
+
+/// The experts of every token in block 0.
+fn experts(source: &Generated) -> Vec<i64> {
+    use burn_flex::{Flex, FlexDevice};
+    use perplexity_model::qwen3_5::Qwen3_5;
+
+    let model = Qwen3_5::<Flex>::load(source, Route::Exact, &FlexDevice).unwrap();
+    let mut windows = model.begin(1, 20);
+    windows.keep_routing();
+    model.pass(&mut windows, &ids(20, 11), |_, _| {});
+    assert_eq!(windows.routing().len(), 3, "one choice per block");
+    let ids = windows.routing()[0].experts.to_data().convert::<i64>();
+    ids.into_vec().unwrap()
+}
+
+#[test]
+fn tokens_choose_different_experts_and_a_tied_router_takes_the_lowest() {
+    let chosen = experts(&moe());
+    assert!((0..7).all(|expert| chosen.contains(&expert)), "{chosen:?}");
+    assert_eq!(
+        experts(&moe().with("text/layers/0/moe/router", 0.0)),
+        [0, 1, 2].repeat(20)
+    );
+}
+
+#[test]
+fn every_part_of_the_mixture_takes_part() {
+    let logprobs = |source: &Generated| scored(source, &options(Route::Exact), &[window(30, 12)], &Ask::default());
+    let whole = logprobs(&moe());
+    let name = |part: &str| format!("text/layers/1/moe/{part}");
+    // A tied router still uses experts 0 to 2, never the others.
+    let tied = || moe().with(&name("router"), 0.0);
+    assert_ne!(logprobs(&tied()), whole);
+    for expert in 0..7 {
+        for matrix in ["gate", "up", "down"] {
+            let part = name(&format!("experts/{expert}/{matrix}"));
+            let silenced = logprobs(&tied().with(&part, 0.0));
+            assert_eq!(silenced == logprobs(&tied()), expert > 2, "{part}");
+        }
+    }
+    for part in ["shared/gate", "shared/up", "shared/down", "shared_score"] {
+        assert_ne!(logprobs(&moe().with(&name(part), 0.0)), whole, "{part}");
     }
 }

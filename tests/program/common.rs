@@ -33,6 +33,11 @@ pub(crate) fn byte_model() -> PathBuf {
     repository("tests/data/fixtures/dense")
 }
 
+/// A tiny random mixture of 16 experts, 4 per token; its `text.txt` and `golden.json` are in the same folder.
+pub(crate) fn moe_model() -> PathBuf {
+    repository("tests/data/fixtures/moe")
+}
+
 /// A working directory of its own for every test.
 pub(crate) struct Dir(tempfile::TempDir);
 

@@ -2,14 +2,13 @@
 
 use serde_json::Value;
 
-use crate::common::{Dir, demo_artifact, demo_checkpoint, number, repository, window_nlls};
+use crate::common::{Dir, demo_artifact, demo_checkpoint, moe_model, number, repository, window_nlls};
 
 /// Enough text to tell a wrong weight from a right one, and little enough for many recipes.
 const SHORT: &str = "--context 256 --stride 128 --chunks 2 --log-level error";
 
-fn convert(dir: &Dir, recipe: &str) -> std::path::PathBuf {
+fn convert(dir: &Dir, checkpoint: &std::path::Path, recipe: &str) -> std::path::PathBuf {
     let out = dir.path(&format!("{recipe}.ninfer"));
-    let checkpoint = demo_checkpoint();
     let run = dir.run([checkpoint.as_os_str(), out.as_os_str()].into_iter().fold(
         vec!["convert".into(), "--recipe".into(), recipe.into()],
         |mut args: Vec<std::ffi::OsString>, path| {
@@ -40,7 +39,7 @@ fn checkpoint_and_bf16_artifact_score_identically() {
 #[test]
 fn the_shipped_artifact_is_what_convert_makes() {
     let dir = Dir::new();
-    let made = convert(&dir, "bf16");
+    let made = convert(&dir, &demo_checkpoint(), "bf16");
     let options = format!("{SHORT} --route exact");
     let fresh = dir.report(&made, &text(), &options);
     let shipped = dir.report(&demo_artifact(), &text(), &options);
@@ -68,9 +67,28 @@ fn every_recipe_scores_near_bf16_and_coarser_ones_farther_away() {
         ("nvfp4_mse", 0.5),
         ("q4", 0.5),
     ] {
-        let difference = (score(&convert(&dir, recipe)) - bf16).abs();
+        let difference = (score(&convert(&dir, &demo_checkpoint(), recipe)) - bf16).abs();
         assert!(difference > 0.0 && difference < tolerance, "{recipe}: {difference}");
     }
+}
+
+#[test]
+fn a_mixture_of_experts_scores_from_its_checkpoint_and_from_artifacts() {
+    let dir = Dir::new();
+    let text = moe_model().join("text.txt");
+    let options = "--context 256 --stride 128 --route exact --log-level error";
+    let total = |model: &std::path::Path| window_nlls(&dir.report(model, &text, options));
+
+    let checkpoint = total(&moe_model());
+    let golden: Value = serde_json::from_slice(&std::fs::read(moe_model().join("golden.json")).unwrap()).unwrap();
+    let error = checkpoint.iter().sum::<f64>() - number(&golden, "/f32_public_total_nll");
+    assert!(error.abs() < 1e-3, "{error} from Hugging Face");
+
+    assert_eq!(total(&convert(&dir, &moe_model(), "bf16")), checkpoint);
+    // 149 positions of a random model; experts of 4 and 5 bits, the rest of 6, 8 and 16.
+    let mixed = total(&convert(&dir, &moe_model(), "qwen3_6_35b_a3b"));
+    let difference = (mixed.iter().sum::<f64>() - checkpoint.iter().sum::<f64>()) / 149.0;
+    assert!(difference != 0.0 && difference.abs() < 0.1, "{difference}");
 }
 
 #[test]

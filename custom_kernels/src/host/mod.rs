@@ -14,10 +14,10 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 
-use crate::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, HeadScores, RotaryTable};
+use crate::backend::{DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, RotaryTable, Routing};
 use crate::ops::{
-    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, gated_delta_rule, gated_rms_norm,
-    offset_rms_norm, rotary, round, score_head, sigmoid_gate, swiglu,
+    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
+    gated_rms_norm, offset_rms_norm, rotary, round, route_experts, score_head, sigmoid_gate, swiglu,
 };
 use crate::precision::Precision;
 use crate::timing::{Operation, timed};
@@ -135,6 +135,32 @@ impl<B: HostTensors> EvaluatorBackend for B {
             let x = primitive(x);
             let y = swiglu::host::swiglu(&Self::elements(&x), gate, up, to);
             tensor(y, [batch, tokens, gate.shape()[0]], &device)
+        })
+    }
+
+    fn route_experts(x: Tensor<Self, 3>, router: &Panels, top_k: usize) -> Routing<Self> {
+        timed(Operation::RouteExperts, || {
+            let ([batch, tokens, _], device) = (x.dims(), x.device());
+            let (x, [count, _], rows) = (primitive(x), router.shape(), batch * tokens);
+            let mut y = vec![0.0; rows * count];
+            gemm::accumulate(&Self::elements(&x), router, &mut y, Precision::Full);
+            let (ids, values) = route_experts::host::choose(&y, count, top_k);
+            Routing {
+                experts: Tensor::from_data(TensorData::new(ids, [rows, top_k]), &device),
+                weights: tensor(values, [rows, top_k], &device),
+            }
+        })
+    }
+
+    fn expert_feed_forward(x: Tensor<Self, 3>, routing: &Routing<Self>, experts: &[Expert<Panels>]) -> Tensor<Self, 3> {
+        timed(Operation::ExpertFeedForward, || {
+            let (shape, device, [_, top_k]) = (x.dims(), x.device(), routing.weights.dims());
+            let (x, weights) = (primitive(x), primitive(routing.weights.clone()));
+            let ids = routing.experts.to_data().convert::<i32>();
+            let ids = ids.as_slice().expect("converted to i32 just now");
+            let (x, weights) = (Self::elements(&x), Self::elements(&weights));
+            let y = expert_feed_forward::host::feed_forward(&x, ids, &weights, top_k, experts);
+            tensor(y, shape, &device)
         })
     }
 

@@ -88,8 +88,8 @@ pub(super) fn origins(config: &TextConfig, parameter: &Parameter) -> Vec<Origin>
             Origin::whole(layer(&format!("mlp.experts.{number}.{separate}.weight")), shape),
         ]
     };
-    let experts = match config.feed_forward {
-        FeedForwardConfig::Moe { num_experts, .. } => num_experts,
+    let experts = match &config.feed_forward {
+        FeedForwardConfig::Moe(moe) => moe.num_experts,
         FeedForwardConfig::Dense { .. } => 0,
     };
     match parameter.role {

@@ -5,7 +5,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{AttentionConfig, ConfigError, DeltaNetConfig, FeedForwardConfig, LayerType, TextConfig};
+use super::{AttentionConfig, ConfigError, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig};
 
 /// `architectures[0]` and `model_type` of the dense model.
 pub(super) const DENSE: (&str, &str) = ("Qwen3_5ForCausalLM", "qwen3_5_text");
@@ -315,12 +315,12 @@ fn moe(record: &Record) -> Result<FeedForwardConfig, ConfigError> {
     if num_experts_per_tok > num_experts {
         return Err(record.invalid("num_experts_per_tok", format!("at most `num_experts` = {num_experts}")));
     }
-    Ok(FeedForwardConfig::Moe {
+    Ok(FeedForwardConfig::Moe(MoeConfig {
         num_experts,
         num_experts_per_tok,
         moe_intermediate_size: record.count("moe_intermediate_size")?,
         shared_expert_intermediate_size: record.count("shared_expert_intermediate_size")?,
-    })
+    }))
 }
 
 fn require_multiple((whole_name, whole): (&str, usize), (part_name, part): (&str, usize)) -> Result<(), ConfigError> {
@@ -343,7 +343,7 @@ fn require_product(what: &str, factors: &[usize]) -> Result<usize, ConfigError> 
 pub(super) fn record(config: &TextConfig) -> Value {
     let (architecture, model_type) = match config.feed_forward {
         FeedForwardConfig::Dense { .. } => DENSE,
-        FeedForwardConfig::Moe { .. } => MOE,
+        FeedForwardConfig::Moe(_) => MOE,
     };
     let layer_types: Vec<&str> = config.layer_types.iter().map(|kind| kind.name()).collect();
     let mut record = json!({
@@ -374,18 +374,13 @@ pub(super) fn record(config: &TextConfig) -> Value {
         record["linear_value_head_dim"] = delta_net.value_head_dim.into();
         record["linear_conv_kernel_dim"] = delta_net.conv_kernel_dim.into();
     }
-    match config.feed_forward {
-        FeedForwardConfig::Dense { intermediate_size } => record["intermediate_size"] = intermediate_size.into(),
-        FeedForwardConfig::Moe {
-            num_experts,
-            num_experts_per_tok,
-            moe_intermediate_size,
-            shared_expert_intermediate_size,
-        } => {
-            record["num_experts"] = num_experts.into();
-            record["num_experts_per_tok"] = num_experts_per_tok.into();
-            record["moe_intermediate_size"] = moe_intermediate_size.into();
-            record["shared_expert_intermediate_size"] = shared_expert_intermediate_size.into();
+    match &config.feed_forward {
+        FeedForwardConfig::Dense { intermediate_size } => record["intermediate_size"] = (*intermediate_size).into(),
+        FeedForwardConfig::Moe(moe) => {
+            record["num_experts"] = moe.num_experts.into();
+            record["num_experts_per_tok"] = moe.num_experts_per_tok.into();
+            record["moe_intermediate_size"] = moe.moe_intermediate_size.into();
+            record["shared_expert_intermediate_size"] = moe.shared_expert_intermediate_size.into();
         }
     }
     record

@@ -1,4 +1,4 @@
-//! One block: `x = x + mixer(norm(x))`, then `x = x + ffn(norm(x))`.
+//! One block: `x = x + mixer(norm(x))`, then `x = x + feed_forward(norm(x))`.
 
 use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
@@ -10,6 +10,7 @@ use super::delta_net::{DeltaNet, DeltaNetState};
 use super::kv_cache::KvCache;
 use super::loader::Loader;
 use super::mlp::Mlp;
+use super::moe::Moe;
 use super::norm::OffsetNorm;
 use crate::config::{FeedForwardConfig, LayerType, TextConfig};
 use crate::route::Boundary;
@@ -21,13 +22,19 @@ pub struct Block<B: EvaluatorBackend> {
     input_norm: OffsetNorm<B>,
     mixer: Mixer<B>,
     post_attention_norm: OffsetNorm<B>,
-    mlp: Mlp<B>,
+    feed_forward: FeedForward<B>,
 }
 
 #[derive(Debug)]
 enum Mixer<B: EvaluatorBackend> {
     Attention(Box<Attention<B>>),
     DeltaNet(Box<DeltaNet<B>>),
+}
+
+#[derive(Debug)]
+enum FeedForward<B: EvaluatorBackend> {
+    Dense(Mlp<B>),
+    Moe(Box<Moe<B>>),
 }
 
 /// What one block carries from pass to pass.
@@ -43,7 +50,7 @@ impl<B: EvaluatorBackend> Block<B> {
     /// Loads block `index`, the parameters under `layers/<index>/`.
     ///
     /// # Errors
-    /// When the source cannot provide one, or the block is of a kind that is not implemented.
+    /// When the source cannot provide one, or the configuration has no dimensions for the block's kind.
     pub fn load(loader: &Loader<'_, B>, config: &TextConfig, index: usize) -> Result<Self, ModelError> {
         let loader = loader.scope(&format!("layers/{index}"));
         let norm = |name| OffsetNorm::load(&loader, name, config.hidden_size, config.rms_norm_eps);
@@ -61,16 +68,19 @@ impl<B: EvaluatorBackend> Block<B> {
                 });
             }
         };
-        let FeedForwardConfig::Dense { intermediate_size } = config.feed_forward else {
-            return Err(ModelError::NotInThisBuild {
-                what: "a mixture of experts",
-            });
+        let feed_forward = match &config.feed_forward {
+            FeedForwardConfig::Dense { intermediate_size } => {
+                FeedForward::Dense(Mlp::load(&loader.scope("mlp"), config.hidden_size, *intermediate_size)?)
+            }
+            FeedForwardConfig::Moe(dims) => {
+                FeedForward::Moe(Box::new(Moe::load(&loader.scope("moe"), config.hidden_size, dims)?))
+            }
         };
         Ok(Self {
             input_norm: norm("input_norm")?,
             mixer,
             post_attention_norm: norm("post_attention_norm")?,
-            mlp: Mlp::load(&loader.scope("mlp"), config.hidden_size, intermediate_size)?,
+            feed_forward,
         })
     }
 
@@ -103,6 +113,9 @@ impl<B: EvaluatorBackend> Block<B> {
             _ => unreachable!("a state is used with the block that made it"),
         };
         let h = self.post_attention_norm.forward(x.clone(), route.at(Boundary::Norm));
-        self.mlp.forward(x, h, route)
+        match &self.feed_forward {
+            FeedForward::Dense(mlp) => mlp.forward(x, h, route),
+            FeedForward::Moe(moe) => moe.forward(x, h, pass),
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! From named parameters to weights on the device.
 
 use burn::tensor::{Tensor, TensorData};
+use perplexity_kernels::backend::Expert;
 use perplexity_kernels::{EvaluatorBackend, Precision};
 
 use crate::scorer::ModelError;
@@ -45,6 +46,18 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
         }
         let rows = parts.iter().map(|&(_, rows)| rows).sum();
         Ok(self.weight(values, [rows, columns]))
+    }
+
+    /// `count` routed experts, each `gate` and `up` `[inner, hidden]` and `down` `[hidden, inner]` under its number.
+    pub fn experts(&self, count: usize, hidden: usize, inner: usize) -> Result<Vec<Expert<B::Weight>>, ModelError> {
+        let expert = |id: usize| {
+            let loader = self.scope(&id.to_string());
+            Ok(Expert {
+                gate_up: loader.stacked(&[("gate", inner), ("up", inner)], hidden)?,
+                down: loader.matrix("down", [hidden, inner])?,
+            })
+        };
+        (0..count).map(expert).collect()
     }
 
     /// Two matrices of one shape; the second is `None` when it equals the first.

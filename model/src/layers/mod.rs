@@ -10,10 +10,13 @@ pub mod embedding;
 pub mod kv_cache;
 pub mod loader;
 pub mod mlp;
+pub mod moe;
 pub mod norm;
 
+use std::cell::RefCell;
+
 use perplexity_kernels::EvaluatorBackend;
-use perplexity_kernels::backend::RotaryTable;
+use perplexity_kernels::backend::{RotaryTable, Routing};
 
 use crate::route::Route;
 
@@ -26,4 +29,6 @@ pub struct Pass<'a, B: EvaluatorBackend> {
     pub first_position: usize,
     /// Cosines and sines of every position of the window.
     pub rotary: &'a RotaryTable<B>,
+    /// Where mixtures of experts leave their choices, block after block, for whoever asks.
+    pub routing: Option<&'a RefCell<Vec<Routing<B>>>>,
 }
