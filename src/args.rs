@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use perplexity_eval::shard::Shard;
 
+use crate::flash_next::FlashNextArgs;
 use crate::log::Level;
 use crate::unbuilt::Unbuilt;
 
@@ -96,6 +97,8 @@ pub(crate) struct ScoreArgs {
     pub(crate) kv: KvArgs,
     #[command(flatten)]
     pub(crate) route: RouteArgs,
+    #[command(flatten)]
+    pub(crate) flash_next: FlashNextArgs,
     #[command(flatten)]
     pub(crate) unbuilt: Unbuilt,
     #[command(flatten)]
@@ -208,7 +211,7 @@ pub(crate) enum EmulationLevel {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Prefill and numerical route")]
 pub(crate) struct RouteArgs {
-    /// Tokens per prefill pass, a multiple of 128 [default: 1024]
+    /// Tokens per prefill pass, a multiple of 128 [default: 1024; Qwen3.8-Flash-Next: 16384]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) prefill_chunk: Option<u32>,
     /// normal: bf16 at the model's boundaries; exact: float32 without rounding in between

@@ -6,6 +6,7 @@
 mod args;
 mod compare;
 mod convert;
+mod flash_next;
 mod gate;
 mod inspect;
 mod kv;

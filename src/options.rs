@@ -12,9 +12,11 @@ use perplexity_eval::output::{self, OutputError};
 use perplexity_eval::report::FILE_NAME;
 use perplexity_eval::windows::{Protocol, WindowError, WindowKind};
 
+use perplexity_model::config::TextConfig;
 use perplexity_model::route::Route;
 
 use crate::args::ScoreArgs;
+use crate::flash_next::{self, FlashNext, FlashNextUsageError};
 use crate::kv::{KvCache, KvUsageError};
 
 /// The demo: a small trained model and texts that ship in the repository.
@@ -47,6 +49,8 @@ pub(crate) enum UsageError {
     VulkanDevice(usize),
     #[error(transparent)]
     Kv(#[from] KvUsageError),
+    #[error(transparent)]
+    FlashNext(#[from] FlashNextUsageError),
     #[error(transparent)]
     Files(#[from] FilesError),
     #[error("--context {context} is more than the model's {positions} positions")]
@@ -162,6 +166,9 @@ pub(crate) struct ScoreOptions {
     pub(crate) evaluation: evaluate::Options,
     pub(crate) kv: KvCache,
     pub(crate) prefill_chunk: usize,
+    /// Whether the pass size, and with it the batch, is left to the model.
+    default_pass: [bool; 2],
+    pub(crate) flash_next: FlashNext,
     pub(crate) route: Route,
     pub(crate) output: Option<PathBuf>,
     /// Where finished windows are kept until the run is done.
@@ -223,6 +230,8 @@ impl ScoreOptions {
             evaluation,
             kv: KvCache::resolve(&args.kv, route)?,
             prefill_chunk,
+            default_pass: [args.route.prefill_chunk.is_none(), args.device.batch == "auto"],
+            flash_next: FlashNext::resolve(&args.flash_next, route)?,
             route,
             output: args.output.output.clone(),
             resume: args.output.resume.clone(),
@@ -253,6 +262,19 @@ impl ScoreOptions {
         files::check_folders(&options.outputs())?;
         options.evaluation.check()?;
         Ok(options)
+    }
+
+    /// The options with the defaults of the model at hand.
+    pub(crate) fn for_model(&self, config: &TextConfig) -> Self {
+        let mut options = self.clone();
+        let [default_chunk, default_batch] = self.default_pass;
+        if config.flash_next.is_some() && default_chunk {
+            options.prefill_chunk = flash_next::PREFILL_CHUNK;
+            if default_batch {
+                options.evaluation.batch = (options.prefill_chunk / self.protocol.context()).max(1);
+            }
+        }
+        options
     }
 
     /// Refuses outputs that would replace one another, the model, a reference or one of `others`.

@@ -2,6 +2,7 @@
 //! output directory, weights, scores, report.
 
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use perplexity_eval::corpus::{CorpusPlan, CorpusText};
@@ -17,6 +18,7 @@ use perplexity_eval::top_tokens::Provenance;
 use perplexity_eval::{progress, table};
 use perplexity_model::backends;
 use perplexity_model::config::TextConfig;
+use perplexity_model::experts::CacheStatistics;
 use perplexity_model::inspect::Inspection;
 use perplexity_model::route::Route;
 use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Window};
@@ -26,6 +28,7 @@ use perplexity_model::tokenizer::{AddedTokens, TOKENIZER, TextTokenizer};
 use sha2::{Digest, Sha256};
 
 use crate::Failure;
+use crate::flash_next;
 use crate::log::Log;
 use crate::options::{Device, Input, ScoreOptions, UsageError};
 
@@ -38,10 +41,16 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     let source = source::open(&options.artifact).map_err(Failure::failed)?;
     check_apart(options, &text, source.as_ref())?;
     notes.extend(source.notes());
+    notes.extend(options.flash_next.notes());
     for note in &notes {
         log.warning(note);
     }
+    let options = &options.for_model(source.config());
     check_positions(options, source.config())?;
+    options
+        .flash_next
+        .check(source.config())
+        .map_err(UsageError::FlashNext)?;
     options.kv.check(source.config()).map_err(UsageError::Kv)?;
     let tokenizer = TextTokenizer::from_source(source.as_ref(), AddedTokens::Match).map_err(Failure::failed)?;
     let model = Inspection::of_source(&options.artifact, source.as_ref()).map_err(Failure::failed)?;
@@ -78,7 +87,8 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         ..options.evaluation.clone()
     };
     let artifact = artifact(options, source.as_ref(), &model, &signature)?;
-    let settings = settings(options, source.config(), longest);
+    let mut settings = settings(options, source.config(), longest);
+    options.flash_next.record(&mut settings, source.as_ref(), options.route);
     let state = options.resume.as_ref().map(|path| {
         let identity = resume::identity(&plan, &artifact, &settings, &evaluation);
         (path.clone(), identity)
@@ -101,6 +111,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     let load = Instant::now();
     log.info(format_args!("loading weights | {}", bytes(model.bytes)));
     let mut scorer = load_model(options, source.as_ref(), tokenizer.public_tokens())?;
+    let cache = Arc::clone(&scorer.cache);
     let load_seconds = load.elapsed().as_secs_f64();
     let speed = bytes((model.bytes as f64 / load_seconds) as u64);
     let size = bytes(model.bytes);
@@ -112,6 +123,9 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     let (results, remembered) = evaluate_plan(prepared, &mut scorer, state, log)?;
     log.clear_progress();
     log.info(progress::complete_line(&results));
+    notes.extend(flash_next::cache_note(
+        *cache.lock().unwrap_or_else(PoisonError::into_inner),
+    ));
 
     let info = RunInfo {
         build: build(),
@@ -233,6 +247,7 @@ fn load_model(options: &ScoreOptions, source: &dyn TextSource, public_tokens: us
         batch: options.evaluation.batch,
         threads: options.threads.map(usize::from),
         public_tokens,
+        flash_next: options.flash_next.options().clone(),
     };
     let loaded = match options.device {
         #[cfg(feature = "ndarray")]
@@ -246,15 +261,23 @@ fn load_model(options: &ScoreOptions, source: &dyn TextSource, public_tokens: us
         #[allow(unreachable_patterns, reason = "not every build has every device")]
         other => return Err(UsageError::DeviceNotBuilt(other).into()),
     };
-    loaded.map(Adapter).map_err(Failure::failed)
+    let adapt = |scorer| Adapter {
+        scorer,
+        cache: Arc::default(),
+    };
+    loaded.map(adapt).map_err(Failure::failed)
 }
 
 /// The model's scorer behind the evaluation's interface; neither package knows the other.
-struct Adapter(Box<dyn Scorer>);
+struct Adapter {
+    scorer: Box<dyn Scorer>,
+    /// How often packed experts were ready so far, for whoever asks while the evaluation holds the scorer.
+    cache: Arc<Mutex<CacheStatistics>>,
+}
 
 impl CausalScorer for Adapter {
     fn public_tokens(&self) -> usize {
-        self.0.public_tokens()
+        self.scorer.public_tokens()
     }
 
     fn score(&mut self, windows: &[WindowTokens], ask: &ScoreRequest) -> Result<Vec<WindowScores>, ScoreError> {
@@ -272,9 +295,10 @@ impl CausalScorer for Adapter {
             hidden: ask.hidden,
         };
         let scores = self
-            .0
+            .scorer
             .score(&windows, &ask)
             .map_err(|error: ModelError| ScoreError(error.into()))?;
+        *self.cache.lock().unwrap_or_else(PoisonError::into_inner) = self.scorer.expert_cache();
         let adapt = |scores: perplexity_model::scorer::Scores| WindowScores {
             logprobs: scores.logprobs,
             top_ids: scores.top_ids,
@@ -286,7 +310,7 @@ impl CausalScorer for Adapter {
     }
 
     fn hidden_size(&self) -> Option<usize> {
-        self.0.hidden_size()
+        self.scorer.hidden_size()
     }
 
     fn score_rows(
@@ -300,7 +324,7 @@ impl CausalScorer for Adapter {
             first_target: window.first_target,
         };
         let mut visit = |run: &[f32], given: &[f32]| row(run, given).map_err(|error| error.0);
-        self.0
+        self.scorer
             .rows(&window, reference, &mut visit)
             .map_err(|error| ScoreError(error.into()))
     }

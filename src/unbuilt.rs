@@ -39,7 +39,6 @@ const ROWS: &[Row] = &[
     row(ROUTE, "lossless", "", "Every operation correctly rounded, one pass per window, bf16 KV, FP32 logits"),
     row(ROUTE, "reference", "", "Lossless with exactly the declared lossy steps"),
     row(ROUTE, "fast-path", "NAME", "Also run this fast path (repeatable)"),
-    row(ROUTE, "expert-a4-activations", "", "4-bit expert activations"),
     row(ROUTE, "a16-activations", "", "16-bit activations in every linear layer"),
     row(ROUTE, "prefill-cublas", "", "Score through the cuBLAS prefill route"),
     row(ROUTE, "no-prefill-cublas-projections", "", "Keep input projections off the cuBLAS route"),
@@ -49,18 +48,10 @@ const ROWS: &[Row] = &[
     row(ROPE, "rope-yarn", "", "YaRN at factor context / native window"),
     row(ROPE, "rope-scaling-factor", "F", "Linear interpolation past the original context, from 1 to 32"),
     row(ROPE, "rope-scaling-original-context", "N", "Where the interpolation begins"),
-    row(FLASH_NEXT, "ngram-volume", "FILE", "The n-gram volume"),
     row(FLASH_NEXT, "expert-stripe", "FILE", "Second copy of the experts, on another disk"),
-    row(FLASH_NEXT, "expert-residency", "WHERE", "device, host or disk"),
-    row(FLASH_NEXT, "expert-cache-mib", "N|auto", "Device memory for cached experts"),
     row(FLASH_NEXT, "ngram-table", "PATH", "n-gram table for models published without theirs"),
-    row(FLASH_NEXT, "ngram-residency", "WHERE", "disk, ram or ram-hot"),
-    row(FLASH_NEXT, "ngram-io", "HOW", "buffered, direct or mmap"),
-    row(FLASH_NEXT, "ngram-io-depth", "N", "Reads in flight, from 1 to 1024"),
     row(FLASH_NEXT, "ngram-hot-profile", "PATH", "Rows to keep with ram-hot"),
     row(FLASH_NEXT, "ngram-ram-mib", "N", "Memory for cached rows"),
-    row(FLASH_NEXT, "ngram-lock", "", "Lock cached rows in memory"),
-    row(FLASH_NEXT, "no-ngram-table", "", "Score without n-grams, a non-standard mode"),
 ];
 
 /// The unavailable options that were typed, in table order.

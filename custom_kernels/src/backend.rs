@@ -14,7 +14,8 @@ use burn::tensor::{Tensor, backend::Backend};
 
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
-    gated_rms_norm, offset_rms_norm, project, rotary, round, route_experts, score_head, sigmoid_gate, swiglu,
+    gated_rms_norm, offset_rms_norm, project, rotary, round, route_experts, score_head, sigmoid_gate, sparse_attention,
+    swiglu,
 };
 use crate::precision::Precision;
 
@@ -23,6 +24,7 @@ pub use crate::ops::gated_delta_rule::DeltaHeads;
 pub use crate::ops::rotary::RotaryTable;
 pub use crate::ops::route_experts::Routing;
 pub use crate::ops::score_head::{HeadRequest, HeadScores};
+pub use crate::ops::sparse_attention::BlockSelection;
 
 /// A burn backend with the operations of the forward pass.
 pub trait EvaluatorBackend: Backend {
@@ -102,6 +104,17 @@ pub trait EvaluatorBackend: Backend {
         gated_rms_norm::reference(x, weight, z, eps, to)
     }
 
+    /// RMS norm over the last axis with weight `w`, times `sigmoid(z)`; see [`gated_rms_norm`].
+    fn sigmoid_gated_rms_norm<const D: usize>(
+        x: Tensor<Self, D>,
+        weight: Tensor<Self, 1>,
+        z: Tensor<Self, D>,
+        eps: f32,
+        to: Precision,
+    ) -> Tensor<Self, D> {
+        gated_rms_norm::sigmoid_reference(x, weight, z, eps, to)
+    }
+
     /// Rotates the first features of each head of `x` `[batch, tokens, heads, head_dim]`; token `t` stands at position
     /// `first_position + t`; see [`rotary`].
     fn rotary(x: Tensor<Self, 4>, table: &RotaryTable<Self>, first_position: usize, to: Precision) -> Tensor<Self, 4> {
@@ -161,6 +174,18 @@ pub trait EvaluatorBackend: Backend {
         to: Precision,
     ) -> Tensor<Self, 4> {
         causal_attention::reference(q, keys, values, first_position, to)
+    }
+
+    /// Grouped-query attention of `q` `[batch, tokens, heads, head_dim]` over the blocks of `keys`, `values`
+    /// `[batch, kv_heads, capacity, head_dim]` that each query names; see [`sparse_attention`].
+    fn sparse_attention(
+        q: Tensor<Self, 4>,
+        keys: Tensor<Self, 4>,
+        values: Tensor<Self, 4>,
+        selection: &BlockSelection,
+        to: Precision,
+    ) -> Tensor<Self, 4> {
+        sparse_attention::reference(q, keys, values, selection, to)
     }
 
     /// `x * sigmoid(gate)`; see [`sigmoid_gate`].

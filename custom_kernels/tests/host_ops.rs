@@ -4,11 +4,12 @@
 
 use burn::tensor::{Tensor, TensorData};
 use burn_flex::Flex;
-use perplexity_kernels::backend::{DeltaHeads, Expert, HeadRequest, RotaryTable, Routing};
+use perplexity_kernels::backend::{BlockSelection, DeltaHeads, Expert, HeadRequest, RotaryTable, Routing};
 use perplexity_kernels::ops::mixture_of_experts::{Mixture, mixture};
 use perplexity_kernels::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
-    gated_rms_norm, offset_rms_norm, project, rotary, round, route_experts, score_head, sigmoid_gate, swiglu,
+    gated_rms_norm, offset_rms_norm, project, rotary, round, route_experts, score_head, sigmoid_gate, sparse_attention,
+    swiglu,
 };
 use perplexity_kernels::{EvaluatorBackend, Precision};
 
@@ -521,6 +522,80 @@ fn attention_of_huge_activations_stays_finite() {
             .iter()
             .all(|x| x.is_finite())
     );
+}
+
+#[test]
+fn sparse_attention_by_hand() {
+    // As above with a key in between whose block is not chosen: blocks of one key, the query at position 2 reads 0 and 2.
+    // Position 2 completes its block, so that its own key is read because it is chosen.
+    let q = of(vec![2.0 * 2f32.ln(), 0.0, 0.0, 0.0], [1, 1, 1, 4]);
+    let keys = of([[1.0, 0.0, 0.0, 0.0], [9.0; 4], [0.0; 4]].concat(), [1, 1, 3, 4]);
+    let values = of(
+        [[3.0, 0.0, 0.0, 0.0], [9.0; 4], [0.0, 6.0, 0.0, 0.0]].concat(),
+        [1, 1, 3, 4],
+    );
+    let selection = BlockSelection {
+        ratio: 1,
+        first_position: 2,
+        blocks: vec![vec![0, 2]],
+    };
+    let want = of(vec![2.0, 2.0, 0.0, 0.0], [1, 1, 1, 4]);
+    let host = B::sparse_attention(q.clone(), keys.clone(), values.clone(), &selection, FULL);
+    assert_close(host, want.clone(), 1e-6, "host");
+    let reference = sparse_attention::reference(q, keys, values, &selection, FULL);
+    assert_close(reference, want, 1e-6, "reference");
+    // Blocks of four: position 6 has one complete block and the tail 4, 5, 6.
+    let selection = BlockSelection {
+        ratio: 4,
+        first_position: 6,
+        blocks: vec![vec![0], vec![1]],
+    };
+    let ranges = |query, position| selection.ranges(query, position).collect::<Vec<_>>();
+    assert_eq!((ranges(0, 6), ranges(1, 7)), (vec![0..4, 4..7], vec![4..8]));
+}
+
+#[test]
+fn sparse_attention_equals_the_reference_and_with_all_blocks_dense_attention() {
+    let mut random = Random(12);
+    for (tokens, first, ratio) in [(1, 30, 4), (37, 9, 4), (300, 0, 4), (65, 70, 3)] {
+        for (heads, kv_heads, head_dim) in [(2, 1, 32), (6, 2, 40)] {
+            let capacity = first + tokens + 5;
+            let q = random.tensor([2, tokens, heads, head_dim], 2.0);
+            let keys = random.tensor([2, kv_heads, capacity, head_dim], 2.0);
+            let values = random.tensor([2, kv_heads, capacity, head_dim], 2.0);
+            let complete = |query: usize| ((first + query % tokens + 1) / ratio) as u32;
+            let select = |choose: &dyn Fn(usize, u32) -> bool| BlockSelection {
+                ratio,
+                first_position: first,
+                blocks: (0..2 * tokens)
+                    .map(|query| (0..complete(query)).filter(|block| choose(query, *block)).collect())
+                    .collect(),
+            };
+            let what = format!("{tokens} tokens from {first}, {heads} heads over {kv_heads}");
+            let some = select(&|query, block| block == 0 || (query as u32 * 7 + block * 5) % 3 == 0);
+            assert_close(
+                B::sparse_attention(q.clone(), keys.clone(), values.clone(), &some, FULL),
+                sparse_attention::reference(q.clone(), keys.clone(), values.clone(), &some, FULL),
+                3e-6,
+                &what,
+            );
+            assert_close(
+                B::sparse_attention(q.clone(), keys.clone(), values.clone(), &select(&|_, _| true), FULL),
+                B::causal_attention(q, keys, values, first, FULL),
+                3e-6,
+                &format!("{what}, all blocks"),
+            );
+        }
+    }
+}
+
+#[test]
+fn the_sigmoid_gate_of_a_norm_by_hand() {
+    // (3, 4) has the mean square 12.5; weights 2 and 1; gates 1/2 and 3/4.
+    let (x, z) = (of(vec![3.0, 4.0], [1, 2]), of(vec![0.0, 3f32.ln()], [1, 2]));
+    let got = B::sigmoid_gated_rms_norm(x, of(vec![2.0, 1.0], [2]), z, 0.0, FULL);
+    let rms = 12.5f32.sqrt();
+    assert_close(got, of(vec![3.0 / rms, 3.0 / rms], [1, 2]), 1e-6, "gated norm");
 }
 
 #[test]

@@ -7,11 +7,13 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use crate::artifact::{Artifact, ArtifactError};
+use crate::artifact::{ACTIVATION_DIVISOR, Artifact, ArtifactError};
 use crate::config::{ConfigError, TextConfig};
+use crate::experts::ExpertBank;
 use crate::formats::Format;
-use crate::parameters::{RequiredFormat, parameters};
+use crate::parameters::{EXPERT_BANK, RequiredFormat, parameters};
 use crate::source::{ActivationPolicy, SourceError, SourceFile, StoredParameter, StoredPart, TextSource};
 use crate::tokenizer::{CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG};
 
@@ -68,7 +70,7 @@ impl From<BindingError> for SourceError {
 
 /// An opened artifact whose text parameters are all there.
 pub struct ArtifactSource {
-    artifact: Artifact,
+    artifact: Arc<Artifact>,
     config: TextConfig,
     name: String,
     /// Permission and divisor of every projection.
@@ -101,18 +103,25 @@ impl ArtifactSource {
                 RequiredFormat::Any => None,
                 RequiredFormat::Bf16 => Some(Format::Bf16),
                 RequiredFormat::Fp32 => Some(Format::Fp32),
+                RequiredFormat::Nvfp4Mul => Some(Format::Nvfp4Mul),
             };
             artifact
                 .check_parameter(&parameter.name, &shape, format)
                 .map_err(refused)?;
             if let Some(input) = &parameter.input {
                 let activation = artifact.activation(&parameter.name, input).map_err(refused)?;
+                // Scales of 4-bit activations are a parameter of their own there.
+                if let (Some(_), Some(_)) = (&config.flash_next, activation.1) {
+                    let role = ACTIVATION_DIVISOR.into();
+                    let (parameter, input) = (parameter.name, input.clone());
+                    return Err(refused(ArtifactError::AuxiliaryRole { parameter, input, role }));
+                }
                 activations.insert(parameter.name, activation);
             }
         }
         let name = artifact.name().unwrap_or(config.architecture()).to_owned();
         Ok(Self {
-            artifact,
+            artifact: Arc::new(artifact),
             config,
             name,
             activations,
@@ -153,6 +162,16 @@ impl TextSource for ArtifactSource {
             .into());
         }
         Ok(self.artifact.load(name).map_err(|source| self.refused(source))?)
+    }
+
+    fn expert_bank(&self, layer: usize) -> Result<Option<ExpertBank>, SourceError> {
+        let name = format!("text/layers/{layer}/{EXPERT_BANK}");
+        if self.config.flash_next.is_none() || !self.artifact.bindings().contains_key(&name) {
+            return Ok(None);
+        }
+        let policy = self.activations.get(&name).map(|(policy, _)| *policy);
+        let bank = ExpertBank::open(&self.artifact, &name, policy.unwrap_or(ActivationPolicy::A16Only));
+        Ok(Some(bank.map_err(|source| self.refused(source))?))
     }
 
     fn resource(&self, role: &str) -> Result<Option<Vec<u8>>, SourceError> {

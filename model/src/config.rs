@@ -7,9 +7,11 @@
 use serde_json::Value;
 
 mod artifact;
+mod flash_next;
 mod hugging_face;
 
 pub(crate) use artifact::shorten;
+pub use flash_next::{FlashNextConfig, IndexerConfig, NgramConfig, OutputGate, PleConfig};
 
 /// A text configuration that cannot be used; fields are written as a path, such as `rope_parameters.rope_theta`.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -169,7 +171,7 @@ pub struct MoeConfig {
     pub shared_expert_intermediate_size: usize,
 }
 
-/// A `qwen3_5` text model.
+/// A text model of the family.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TextConfig {
     /// Residual width `H`.
@@ -190,6 +192,8 @@ pub struct TextConfig {
     pub delta_net: Option<DeltaNetConfig>,
     /// The feed-forward kind of every block.
     pub feed_forward: FeedForwardConfig,
+    /// What Qwen3.8-Flash-Next has beyond the family; `None` for any other model.
+    pub flash_next: Option<Box<FlashNextConfig>>,
 }
 
 impl TextConfig {
@@ -198,7 +202,14 @@ impl TextConfig {
     /// # Errors
     /// Every rule of the closed record; the first field at fault is named.
     pub fn from_artifact(config: &Value) -> Result<Self, ConfigError> {
-        artifact::parse(config)
+        let config = artifact::parse(config)?;
+        match &config.flash_next {
+            Some(flash_next) if flash_next.volume_id.is_none() => Err(ConfigError::Missing {
+                field: flash_next::TABLE.into(),
+                expected: "the n-gram volume's geometry and id".into(),
+            }),
+            _ => Ok(config),
+        }
     }
 
     /// Reads the `config.json` of a Hugging Face checkpoint, its text fields nested under `text_config` or not.
@@ -214,11 +225,12 @@ impl TextConfig {
         artifact::record(self)
     }
 
-    /// `Qwen3_5ForCausalLM` or `Qwen3_5MoeForCausalLM`.
+    /// `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM` or `Qwen4ExpForCausalLM`.
     pub fn architecture(&self) -> &'static str {
-        match self.feed_forward {
-            FeedForwardConfig::Dense { .. } => artifact::DENSE.0,
-            FeedForwardConfig::Moe(_) => artifact::MOE.0,
+        match (&self.flash_next, &self.feed_forward) {
+            (Some(_), _) => flash_next::NAMES.0,
+            (None, FeedForwardConfig::Dense { .. }) => artifact::DENSE.0,
+            (None, FeedForwardConfig::Moe { .. }) => artifact::MOE.0,
         }
     }
 }

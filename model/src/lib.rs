@@ -1,16 +1,21 @@
-//! Artifacts, checkpoints, numeric formats and the text forward pass of the Qwen3.5 family.
+//! Artifacts, checkpoints, numeric formats and the text forward passes of the Qwen3.5 family and Qwen3.8-Flash-Next.
 
+mod any_model;
 pub mod artifact;
 pub mod backends;
 pub mod bindings;
 pub mod checkpoint;
 pub mod config;
 pub mod convert;
+pub mod experts;
+pub mod flash_next_tiny;
 pub mod formats;
 pub mod inspect;
 pub mod layers;
+pub mod ngram;
 pub mod parameters;
 pub mod qwen3_5;
+pub mod qwen4_exp;
 pub mod route;
 pub mod rows;
 pub mod scorer;

@@ -1,7 +1,12 @@
 //! The logical parameters of a text model: names, shapes, required formats and inputs.
 //!
-//! Order: embedding, head, final norm, then block by block its norms, mixer and feed-forward. With `P` =
+//! Qwen3.8-Flash-Next has its own list. Order of the others: embedding, head, final norm, then block by block its norms, mixer and feed-forward. With `P` =
 //! `text/layers/<i>/`, `q = Hq D`, `kv = Hkv D`, `Kd = Nk Dk`, `Vd = Nv Dv`, `C = 2 Kd + Vd`; matrices are `[out, in]`.
+
+mod flash_next;
+
+pub(crate) use flash_next::in_checkpoint;
+pub use flash_next::{EXPERT_BANK, NGRAM_SCALE, expert_matrix};
 
 use crate::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig};
 
@@ -14,6 +19,8 @@ pub enum RequiredFormat {
     Bf16,
     /// `fp32` only.
     Fp32,
+    /// `nvfp4_mul` only.
+    Nvfp4Mul,
 }
 
 /// One named weight of the model.
@@ -91,7 +98,14 @@ impl Parameter {
 }
 
 /// Every parameter of `config`, in declaration order; lazily, so that a senseless size costs nothing.
-pub fn parameters(config: &TextConfig) -> impl Iterator<Item = Parameter> + '_ {
+pub fn parameters(config: &TextConfig) -> Box<dyn Iterator<Item = Parameter> + '_> {
+    match &config.flash_next {
+        Some(dims) => Box::new(flash_next::parameters(config, dims)),
+        None => Box::new(family_parameters(config)),
+    }
+}
+
+fn family_parameters(config: &TextConfig) -> impl Iterator<Item = Parameter> + '_ {
     let embedding = vec![config.vocab_size, config.hidden_size];
     [
         Parameter::global("token_embedding", embedding.clone()),

@@ -38,6 +38,10 @@ pub enum Boundary {
     GatedNorm,
     /// `SiLU(gate) * up`, of unrounded gate and up.
     FeedForward,
+    /// What hyper-connections and the n-gram injection project.
+    MixProjection,
+    /// The activation between a hyper-connection's two projections, and the gated values of the n-gram injection.
+    MixActivation,
     /// The residual plus a mixer's or feed-forward's output projection, one rounding for the sum.
     Residual,
     /// Logits.

@@ -49,7 +49,8 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
         let (tiles, received) = sync_channel(1);
         std::thread::scope(|scope| {
             scope.spawn(move || self.on_pool(|| self.send_tiles(window, reference, &tiles)));
-            for RowTile { run, reference } in received {
+            for tile in received {
+                let RowTile { run, reference } = tile?;
                 let mut given = reference.chunks_exact(public);
                 for row in run.chunks_exact(public) {
                     // Leaving the loop closes the channel, which ends the thread.
@@ -61,14 +62,21 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
     }
 
     /// Computes the window's rows tile by tile until nobody receives them.
-    fn send_tiles(&self, window: &Window, reference: &[f32], tiles: &SyncSender<RowTile>) {
+    fn send_tiles(&self, window: &Window, reference: &[f32], tiles: &SyncSender<Result<RowTile, ModelError>>) {
         let fed = window.tokens.len() - 1;
         let first = window.first_target - 1;
         let mut state = self.model.begin(1, fed);
         while state.position() < fed {
             let start = state.position();
             let end = fed.min(start + self.options.prefill_chunk);
-            let hidden = self.model.pass(&mut state, &window.tokens[start..end], |_, _| {});
+            let hidden = match self.model.pass(&mut state, &window.tokens[start..end]) {
+                Ok(hidden) => hidden,
+                Err(error) => {
+                    // When nobody receives the error, another one has ended the loop.
+                    let _ = tiles.send(Err(error));
+                    return;
+                }
+            };
             let [_, _, width] = hidden.dims();
             for row in (start.max(first)..end).step_by(TILE_ROWS) {
                 let count = TILE_ROWS.min(end - row);
@@ -78,8 +86,9 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
                 let given = match reference.is_empty() {
                     true => Vec::new(),
                     false => {
-                        let given = &reference[(row - first) * width..][..count * width];
-                        let given = TensorData::new(given.to_vec(), [count, width]);
+                        let size = self.hidden_size;
+                        let given = &reference[(row - first) * size..][..count * size];
+                        let given = TensorData::new(given.to_vec(), [count, size]);
                         // The rows of the same route have the precision of these, so nothing is lost.
                         let given =
                             Tensor::<B, 2>::from_data(given, &rows.device()).cast(FloatDType::from(rows.dtype()));
@@ -90,7 +99,7 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
                     run: self.log_softmax(self.model.apply_head(rows)),
                     reference: given,
                 };
-                if tiles.send(tile).is_err() {
+                if tiles.send(Ok(tile)).is_err() {
                     return;
                 }
             }

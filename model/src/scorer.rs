@@ -4,13 +4,17 @@
 //! row at position `i - 1` scores token `i`. Windows of equal length run as one batch; none sees another.
 
 use std::ops::Range;
+use std::path::PathBuf;
 
 use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
 use perplexity_kernels::backend::HeadRequest;
 use perplexity_kv::options::{KvOptions, KvOptionsError};
 
-use crate::qwen3_5::Qwen3_5;
+use crate::any_model::AnyModel;
+use crate::experts::CacheStatistics;
+use crate::ngram::VolumeError;
+use crate::qwen4_exp::FlashNextOptions;
 use crate::route::Route;
 use crate::rows::{RowError, RowVisitor};
 use crate::source::{SourceError, TextSource};
@@ -75,6 +79,8 @@ pub struct ScorerOptions {
     pub threads: Option<usize>,
     /// Ids the tokenizer can produce; rows of the head at or beyond it take no part.
     pub public_tokens: usize,
+    /// What concerns Qwen3.8-Flash-Next alone.
+    pub flash_next: FlashNextOptions,
 }
 
 impl ScorerOptions {
@@ -87,6 +93,7 @@ impl ScorerOptions {
             batch: 1,
             threads: None,
             public_tokens,
+            flash_next: FlashNextOptions::default(),
         }
     }
 }
@@ -100,6 +107,38 @@ pub enum ModelError {
     /// A KV cache that does not fit the model.
     #[error(transparent)]
     Kv(#[from] KvOptionsError),
+    /// An n-gram table that is not this model's, or cannot be read.
+    #[error(transparent)]
+    Ngrams(#[from] VolumeError),
+    /// No n-gram table anywhere.
+    #[error("the model has no n-gram table and no artifact beside which it could be")]
+    NoNgramTable,
+    /// A volume for a checkpoint, which has its table among its weights.
+    #[error("a checkpoint has its n-gram table among its weights: the volume {} belongs to an artifact", path.display())]
+    NgramVolumeOfCheckpoint {
+        /// The volume.
+        path: PathBuf,
+    },
+    /// Four-bit activations of routed experts where they are not permitted.
+    #[error(
+        "4-bit expert activations need packed experts with input scales and a route that rounds: layer {layer} has none"
+    )]
+    FourBitExperts {
+        /// The block.
+        layer: usize,
+    },
+    /// A part that this build does not implement.
+    #[error("{what} is not in this build")]
+    NotInThisBuild {
+        /// The part.
+        what: &'static str,
+    },
+    /// A residency that needs packed experts.
+    #[error("expert residency {residency} needs packed experts, which an artifact has and a checkpoint has not")]
+    NoBank {
+        /// The residency.
+        residency: &'static str,
+    },
     /// A block whose dimensions the configuration does not give.
     #[error("layer {layer} is {kind}, but the configuration gives no dimensions for it")]
     MissingDimensions {
@@ -191,11 +230,16 @@ pub trait Scorer: Send {
     fn rows(&mut self, _window: &Window, _reference: &[f32], _visit: &mut RowVisitor<'_>) -> Result<(), ModelError> {
         Err(ModelError::NoRows)
     }
+
+    /// How often packed routed experts were ready when needed; zeros for a model without such.
+    fn expert_cache(&self) -> CacheStatistics {
+        CacheStatistics::default()
+    }
 }
 
 /// A model on one backend.
 pub(crate) struct WindowScorer<B: EvaluatorBackend> {
-    pub(crate) model: Qwen3_5<B>,
+    pub(crate) model: AnyModel<B>,
     pub(crate) options: ScorerOptions,
     pub(crate) hidden_size: usize,
     pool: Option<rayon::ThreadPool>,
@@ -238,10 +282,7 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
         });
         Ok(Self {
             pool: pool.transpose()?,
-            model: match &options.kv {
-                Some(kv) => Qwen3_5::load(source, options.route, device)?.with_kv(source.config(), kv.clone())?,
-                None => Qwen3_5::load(source, options.route, device)?,
-            },
+            model: AnyModel::load(source, options, device)?,
             options: options.clone(),
             hidden_size: source.config().hidden_size,
         })
@@ -298,7 +339,7 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
     }
 
     /// Windows of equal length as one batch.
-    fn score_batch(&self, windows: &[(usize, &Window)], ask: &Ask) -> Vec<Scores> {
+    fn score_batch(&self, windows: &[(usize, &Window)], ask: &Ask) -> Result<Vec<Scores>, ModelError> {
         let fed = windows[0].1.tokens.len() - 1;
         let mut state = self.model.begin(windows.len(), fed);
         let mut scores = vec![Scores::default(); windows.len()];
@@ -310,10 +351,10 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
                 .flat_map(|(_, window)| &window.tokens[start..end])
                 .copied()
                 .collect();
-            let hidden = self.model.pass(&mut state, &ids, |_, _| {});
+            let hidden = self.model.pass(&mut state, &ids)?;
             self.score_rows(hidden, start..end, windows, ask, &mut scores);
         }
-        scores
+        Ok(scores)
     }
 
     /// Appends the scores of the predictors among positions `pass`, whose residual stream is `hidden`.
@@ -367,7 +408,7 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
                 .into_vec()
                 .expect("converted to f32 just now"),
         };
-        let width = if ask.hidden { width } else { 0 };
+        let width = if ask.hidden { self.hidden_size } else { 0 };
         let head = self.model.score(rows, &request);
         let mut from = 0;
         for (scores, count) in scores.iter_mut().zip(counts) {
@@ -399,6 +440,10 @@ impl<B: EvaluatorBackend> Scorer for WindowScorer<B> {
         self.options.public_tokens
     }
 
+    fn expert_cache(&self) -> CacheStatistics {
+        self.model.expert_cache()
+    }
+
     fn score(&mut self, windows: &[Window], ask: &Ask) -> Result<Vec<Scores>, ModelError> {
         self.check(windows, ask)?;
         let mut order: Vec<(usize, &Window)> = windows.iter().enumerate().collect();
@@ -407,14 +452,14 @@ impl<B: EvaluatorBackend> Scorer for WindowScorer<B> {
             let mut scores = vec![Scores::default(); windows.len()];
             for equal in order.chunk_by(|(_, a), (_, b)| a.tokens.len() == b.tokens.len()) {
                 for batch in equal.chunks(self.options.batch) {
-                    for ((index, _), result) in batch.iter().zip(self.score_batch(batch, ask)) {
+                    for ((index, _), result) in batch.iter().zip(self.score_batch(batch, ask)?) {
                         scores[*index] = result;
                     }
                 }
             }
-            scores
+            Ok(scores)
         };
-        Ok(self.on_pool(run))
+        self.on_pool(run)
     }
 
     fn hidden_size(&self) -> Option<usize> {

@@ -14,7 +14,7 @@ use std::fmt::Write;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::config::{AttentionConfig, FeedForwardConfig, LayerType, TextConfig};
+use crate::config::{AttentionConfig, FeedForwardConfig, FlashNextConfig, LayerType, TextConfig};
 use crate::parameters::{Parameter, parameters};
 use crate::source::{ActivationPolicy, SourceError, StoredPart, TextSource};
 
@@ -48,6 +48,9 @@ pub fn signature_text(source: &dyn TextSource, public_tokens: usize) -> Result<S
         members.push(("attention", format!("[{num_heads},{num_kv_heads},{head_dim}]")));
     }
     members.push(("ffn", feed_forward(&config.feed_forward)));
+    if let Some(dims) = &config.flash_next {
+        members.push(("flash_next", flash_next(dims)));
+    }
     if let Some(gdn) = &config.delta_net {
         let extents = [
             gdn.num_key_heads,
@@ -59,7 +62,11 @@ pub fn signature_text(source: &dyn TextSource, public_tokens: usize) -> Result<S
         members.push(("gdn", list(extents)));
     }
     members.push(("hidden_size", config.hidden_size.to_string()));
-    members.push(("implementation", quoted("qwen3_5-prefill-1")));
+    let implementation = match config.flash_next {
+        Some(_) => "qwen4_exp-prefill-1",
+        None => "qwen3_5-prefill-1",
+    };
+    members.push(("implementation", quoted(implementation)));
     members.push((
         "layer_types",
         list(
@@ -103,6 +110,24 @@ fn feed_forward(feed_forward: &FeedForwardConfig) -> String {
             moe.shared_expert_intermediate_size,
         ]),
     }
+}
+
+/// Streams and their inner width, the indexer, the n-gram injection and its table.
+fn flash_next(dims: &FlashNextConfig) -> String {
+    list([
+        dims.streams,
+        dims.low_rank,
+        dims.indexer.num_heads,
+        dims.indexer.head_dim,
+        dims.indexer.budget,
+        dims.indexer.ratio,
+        dims.ple.layer,
+        dims.ple.embed_dim,
+        dims.ple.conv_kernel_size,
+        dims.ngram.size,
+        dims.ngram.heads_per_order,
+        dims.ngram.vocab_base as usize,
+    ])
 }
 
 /// `[theta, rotated features, [axis of each pair]]`.

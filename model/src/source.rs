@@ -3,11 +3,14 @@
 //! Parameters go by their artifact names (`text/layers/0/gdn/query`), whatever the file calls them.
 
 use std::path::Path;
+use std::sync::Arc;
 
-use crate::artifact::Artifact;
+use crate::artifact::{Artifact, ArtifactError};
 use crate::bindings::ArtifactSource;
 use crate::checkpoint::CheckpointSource;
 use crate::config::TextConfig;
+use crate::experts::ExpertBank;
+use crate::ngram::NgramTable;
 
 /// Activation precision a weight permits at one input: an upper limit, not an order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -82,6 +85,20 @@ pub trait TextSource: Send + Sync {
         ))
     }
 
+    /// The table of n-gram rows, when it is among the source's own weights.
+    fn ngram_table(&self) -> Option<Arc<dyn NgramTable>> {
+        None
+    }
+
+    /// The packed routed experts of block `layer`, when they are stored as one bank.
+    ///
+    /// # Errors
+    /// When the bank cannot be read or a scale in it is no finite positive number.
+    fn expert_bank(&self, layer: usize) -> Result<Option<ExpertBank>, SourceError> {
+        let _ = layer;
+        Ok(None)
+    }
+
     /// The artifact behind the source, for callers that take packed objects as they are.
     fn artifact(&self) -> Option<&Artifact> {
         None
@@ -108,6 +125,18 @@ pub struct StoredParameter {
     pub policy: Option<ActivationPolicy>,
     /// The input's divisor for 4-bit activations, finite and positive: `x` is quantised as `divisor * x`.
     pub activation_divisor: Option<f32>,
+}
+
+impl StoredParameter {
+    /// Nothing, for a parameter that the source does without.
+    pub(crate) fn absent() -> Self {
+        Self {
+            elements: 0,
+            parts: Vec::new(),
+            policy: None,
+            activation_divisor: None,
+        }
+    }
 }
 
 /// A piece of a parameter inside one stored object.
@@ -144,3 +173,9 @@ pub fn open(path: &Path) -> Result<Box<dyn TextSource>, SourceError> {
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct SourceError(pub Box<dyn std::error::Error + Send + Sync>);
+
+impl From<ArtifactError> for SourceError {
+    fn from(error: ArtifactError) -> Self {
+        Self(Box::new(error))
+    }
+}

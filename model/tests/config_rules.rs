@@ -316,10 +316,11 @@ fn layer_types_are_counted_and_spelled() {
 }
 
 #[test]
-fn only_the_two_known_architectures_are_accepted() {
+fn only_the_known_architectures_are_accepted() {
     for (name, model_type) in [
         ("Qwen3_5ForCausalLM", "qwen3_5_moe_text"),
-        ("Qwen4ExpForCausalLM", "qwen4_exp_text"),
+        ("Qwen4ExpForCausalLM", "qwen3_5_text"),
+        ("Qwen9ForCausalLM", "qwen9_text"),
         ("LlamaForCausalLM", "llama"),
     ] {
         let error = strict_error(dense(), |config| {
@@ -482,8 +483,8 @@ fn features_outside_the_family_are_refused_by_name() {
         assert_names(&error, &["architectures", architecture]);
     }
     assert_names(
-        &lenient_error(checkpoint(), |config| config["model_type"] = json!("qwen4_exp_text")),
-        &["qwen4_exp_text"],
+        &lenient_error(checkpoint(), |config| config["model_type"] = json!("qwen9_text")),
+        &["qwen9_text"],
     );
 }
 
@@ -529,4 +530,92 @@ fn the_tie_flag_is_found_in_either_place() {
         &tied(json!("yes"), Value::Null).expect_err("not a flag"),
         &["tie_word_embeddings", "yes"],
     );
+}
+
+fn flash_next() -> Value {
+    let mut config = perplexity_model::flash_next_tiny::config();
+    if let Some(dims) = &mut config.flash_next {
+        dims.volume_id = Some([7; 16]);
+    }
+    config.to_artifact()
+}
+
+#[test]
+fn a_flash_next_record_is_closed_complete_and_read_back() {
+    let record = flash_next();
+    let config = TextConfig::from_artifact(&record).expect("a valid record");
+    assert_eq!(config.to_artifact(), record);
+    assert_eq!(config.architecture(), "Qwen4ExpForCausalLM");
+    let members: Vec<String> = record.as_object().expect("an object").keys().cloned().collect();
+    assert_eq!(members.len(), 9 + 4 + 5 + 4 + 20);
+    for member in members {
+        let error = strict_error(flash_next(), |config| remove(config, &member));
+        assert_names(&error, &[&member]);
+    }
+    let error = strict_error(flash_next(), |config| config["final_norm"] = json!(1));
+    assert_eq!(
+        error,
+        ConfigError::Unknown {
+            field: "final_norm".into()
+        }
+    );
+}
+
+#[test]
+fn flash_next_members_have_their_ranges() {
+    for (field, value, words) in [
+        ("tie_word_embeddings", json!(true), "expected false"),
+        ("norm_topk_prob", json!(false), "expected true"),
+        ("hc_count", json!(1), "at least 2 streams"),
+        ("indexer_kv_heads", json!(2), "expected 1"),
+        ("indexer_budget", json!(9), "is not a multiple"),
+        ("indexer_head_dim", json!(4), "at least the 8 rotated features"),
+        ("output_gate_type", json!("tanh"), "`sigmoid` or `silu`"),
+        ("ple_layer_ids", json!([0]), "of a linear-attention block"),
+        ("ple_layer_ids", json!([4]), "of a linear-attention block"),
+        ("ple_layer_ids", json!([1, 2]), "an array of one block number"),
+        ("ple_embed_dim", json!(50), "is not a multiple"),
+        ("ple_conv_kernel_size", json!(1), "at least 2 taps"),
+        ("ngram_size", json!(1), "from 2 to 64"),
+        ("heads_per_ngram", json!(65), "from 1 to 64"),
+        ("eos_token_id", json!(96), "an id below `vocab_size` = 96"),
+        ("num_experts_per_tok", json!(9), "at most `num_experts` = 8"),
+    ] {
+        let error = strict_error(flash_next(), |config| config[field] = value.clone());
+        assert_names(&error, &[words]);
+    }
+    for (member, value, words) in [
+        ("format", json!("iq4_nl"), "`fp8_e4m3fn`"),
+        ("rows", json!(4063), "4064, by the n-gram hash"),
+        ("file_bytes", json!(53_247), "53248, by the n-gram hash"),
+        ("volume_id", json!("0g"), "32 hex digits"),
+        ("sha256", json!(""), "unexpected member `ngram_table.sha256`"),
+    ] {
+        let error = strict_error(flash_next(), |config| config["ngram_table"][member] = value.clone());
+        assert_names(&error, &[words]);
+    }
+}
+
+#[test]
+fn a_flash_next_checkpoint_may_omit_what_its_class_defaults() {
+    let mut config = flash_next();
+    for field in [
+        "seed",
+        "split_ngram_parts",
+        "norm_topk_prob",
+        "ngram_table",
+        "output_gate_type",
+    ] {
+        remove(&mut config, field);
+    }
+    config["eos_token_id"] = json!([95, 3]);
+    config["layer_types"][3] = json!("indexed_attention");
+    let read = TextConfig::from_hugging_face(&config).expect("a valid checkpoint");
+    let dims = read.flash_next.expect("a model of this kind");
+    assert_eq!(
+        (dims.ngram.seed, dims.ngram.parts, dims.ngram.eos_token_id),
+        (1234, 512, 95)
+    );
+    assert_eq!((dims.output_gate.name(), dims.volume_id), ("silu", None));
+    assert_eq!(read.layer_types[3], LayerType::FullAttention);
 }

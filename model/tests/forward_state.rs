@@ -40,6 +40,7 @@ fn tiny() -> TextConfig {
             conv_kernel_dim: 4,
         }),
         feed_forward: FeedForwardConfig::Dense { intermediate_size: 48 },
+        flash_next: None,
     }
 }
 

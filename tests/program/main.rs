@@ -4,6 +4,7 @@ mod common;
 mod conversion;
 mod demo;
 mod faults;
+mod flash_next;
 mod guides;
 mod help;
 mod kv;

@@ -25,6 +25,43 @@ fn outside_a_clone_there_is_no_demo() {
 }
 
 #[test]
+fn options_of_flash_next_fit_the_model_and_one_another() {
+    for (options, words) in [
+        (
+            "--no-ngram-table",
+            "--no-ngram-table is for Qwen3.8-Flash-Next; this model is Qwen3_5ForCausalLM",
+        ),
+        ("--ngram-volume TEXT", "--ngram-volume is for Qwen3.8-Flash-Next"),
+        (
+            "--expert-residency host",
+            "--expert-residency is for Qwen3.8-Flash-Next",
+        ),
+        (
+            "--expert-a4-activations",
+            "--expert-a4-activations is for Qwen3.8-Flash-Next",
+        ),
+        ("--expert-a4-activations --route exact", "needs a route that rounds"),
+        ("--expert-cache-mib 1", "needs --expert-residency host or disk"),
+        ("--expert-residency shelf", "[possible values: device, host, disk]"),
+        ("--no-ngram-table --ngram-volume TEXT", "cannot be used with"),
+        ("--no-ngram-table --ngram-lock", "cannot be used with"),
+        ("--ngram-lock", "--ngram-lock needs --ngram-residency ram"),
+        ("--ngram-io-depth 8", "--ngram-io-depth needs --ngram-io buffered"),
+        ("--ngram-io buffered --ngram-io-depth 0", "from 1 to 1024"),
+        ("--ngram-io buffered --ngram-io-depth 1025", "from 1 to 1024"),
+        ("--ngram-io direct", "[possible values: mmap, buffered]"),
+        (
+            "--ngram-residency ram --ngram-io mmap",
+            "--ngram-io needs --ngram-residency disk",
+        ),
+        ("--ngram-residency ram-hot", "[possible values: disk, ram]"),
+    ] {
+        let message = refused(&format!("MODEL --text TEXT {options}"));
+        assert!(message.contains(words), "{options}: {message}");
+    }
+}
+
+#[test]
 fn unknown_and_incomplete_options_are_named() {
     for (line, words) in [
         ("MODEL --text TEXT --frobnicate", "--frobnicate"),
@@ -138,7 +175,12 @@ fn a_window_beyond_the_models_positions_is_refused_before_loading() {
 
 #[test]
 fn options_of_later_builds_are_never_ignored() {
-    for option in ["--lossless", "--rope-yarn-factor 2", "--ngram-lock", "--devices 0,1"] {
+    for option in [
+        "--lossless",
+        "--rope-yarn-factor 2",
+        "--ngram-ram-mib 64",
+        "--devices 0,1",
+    ] {
         let message = refused(&format!("MODEL --text TEXT {option}"));
         assert!(message.contains("is not in this build"), "{message}");
     }

@@ -14,10 +14,12 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 
-use crate::backend::{DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, RotaryTable, Routing};
+use crate::backend::{
+    BlockSelection, DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, RotaryTable, Routing,
+};
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
-    gated_rms_norm, offset_rms_norm, rotary, round, route_experts, score_head, sigmoid_gate, swiglu,
+    gated_rms_norm, offset_rms_norm, rotary, round, route_experts, score_head, sigmoid_gate, sparse_attention, swiglu,
 };
 use crate::precision::Precision;
 use crate::timing::{Operation, timed};
@@ -295,6 +297,29 @@ impl<B: HostTensors> EvaluatorBackend for B {
                 shape,
                 kv_shape,
                 first_position,
+                to,
+            );
+            tensor(y, shape, &device)
+        })
+    }
+
+    fn sparse_attention(
+        q: Tensor<Self, 4>,
+        keys: Tensor<Self, 4>,
+        values: Tensor<Self, 4>,
+        selection: &BlockSelection,
+        to: Precision,
+    ) -> Tensor<Self, 4> {
+        timed(Operation::Attention, || {
+            let (shape, kv_shape, device) = (q.dims(), keys.dims(), q.device());
+            let (q, keys, values) = (primitive(q), primitive(keys), primitive(values));
+            let y = sparse_attention::host::attention(
+                &Self::elements(&q),
+                &Self::elements(&keys),
+                &Self::elements(&values),
+                shape,
+                kv_shape,
+                selection,
                 to,
             );
             tensor(y, shape, &device)

@@ -18,6 +18,7 @@ pub mod round;
 pub mod route_experts;
 pub mod score_head;
 pub mod sigmoid_gate;
+pub mod sparse_attention;
 pub mod swiglu;
 
 use burn::tensor::{FloatDType, Tensor, backend::Backend};

@@ -25,6 +25,7 @@ mod writer;
 pub use directory::{Binding, Component, Directory, Encoding, Object, ObjectContent, Part, Proposal, Use, VolumeFile};
 pub use error::{ArtifactError, DirectoryError};
 pub use json::parse_strict;
+pub(crate) use reader::ACTIVATION_DIVISOR;
 pub use reader::{Artifact, StoredPart};
 pub use writer::{DEFAULT_VOLUME_LIMIT, ObjectStream, Writer, WriterOptions};
 

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The only auxiliary role with a meaning: one f32 by which the activation is divided before 4-bit rounding.
-const ACTIVATION_DIVISOR: &str = "activation_input_divisor";
+pub(crate) const ACTIVATION_DIVISOR: &str = "activation_input_divisor";
 
 /// An opened artifact. Files are mapped, not read; all methods may be called from several threads.
 pub struct Artifact {

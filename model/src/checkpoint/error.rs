@@ -50,6 +50,16 @@ pub enum CheckpointError {
         /// What is wrong.
         reason: String,
     },
+    /// The n-gram table or a constant of its hash is not this model's.
+    #[error("{}: {tensor}: {reason}", path.display())]
+    NgramTable {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What is wrong, and what was expected.
+        reason: String,
+    },
     /// A file that the index names does not exist.
     #[error("{} is missing: the index places {tensors} tensors in it", path.display())]
     MissingShard {

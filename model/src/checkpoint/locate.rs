@@ -44,6 +44,8 @@ pub(super) struct Weight {
     pub(super) policy: ActivationPolicy,
     /// The divisor for 4-bit activations.
     pub(super) activation_divisor: Option<f32>,
+    /// Its reciprocal as stored, where it is stored as such.
+    pub(super) input_scale: Option<f32>,
     /// Whether there is a fixed scale for 8-bit activations, which scoring does not use.
     pub(super) unused_input_scale: bool,
     /// Whether the scale for 4-bit activations is absent, so that they are not permitted.
@@ -60,6 +62,7 @@ impl Weight {
             companions: Vec::new(),
             policy: ActivationPolicy::A16Only,
             activation_divisor: None,
+            input_scale: None,
             unused_input_scale: false,
             missing_input_scale: false,
         }
@@ -286,6 +289,7 @@ impl Locator<'_> {
             if !weight.missing_input_scale {
                 let scale = self.single_scale(&input, name, &mut weight.companions, kind)?;
                 weight.activation_divisor = Some(kind(scale).divisor());
+                weight.input_scale = Some(kind(scale).multiplier());
                 weight.policy = ActivationPolicy::AllowA4;
             }
         } else if scheme.activations == ActivationPolicy::AllowA8 {

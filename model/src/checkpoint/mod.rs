@@ -8,20 +8,24 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rayon::prelude::*;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::config::{ConfigError, TextConfig};
+use crate::convert::Words;
 use crate::formats::Format;
-use crate::parameters::parameters;
+use crate::ngram::{NgramTable, VolumeError};
+use crate::parameters::{EXPERT_BANK, NGRAM_SCALE, in_checkpoint, parameters};
 use crate::source::{ActivationPolicy, SourceError, SourceFile, StoredParameter, StoredPart, TextSource};
 
 mod declaration;
 mod error;
 mod locate;
 mod names;
+mod ngram;
 mod shards;
 mod words;
 
@@ -31,6 +35,7 @@ pub(crate) use words::RowWords;
 use declaration::Declaration;
 use locate::{Locator, PACKED, Stored};
 use names::{EMBEDDING, LM_HEAD, Selection};
+use ngram::NgramTensors;
 use shards::{INDEX, Shards};
 use words::Storage;
 
@@ -71,8 +76,9 @@ pub struct CheckpointSource {
     directory: PathBuf,
     name: String,
     config: TextConfig,
-    shards: Shards,
+    shards: Arc<Shards>,
     stored: HashMap<String, Stored>,
+    ngram: Option<NgramTensors>,
     notes: Vec<String>,
 }
 
@@ -85,6 +91,8 @@ impl CheckpointSource {
         let (config, json) = read_config(&directory.join(CONFIG))?;
         let declaration = Declaration::read(directory, &json)?;
         let mut shards = Shards::open(directory)?;
+        let mut notes = std::mem::take(&mut shards.notes);
+        let shards = Arc::new(shards);
         let prefix = text_prefix(directory, &shards)?;
         let has_head = [LM_HEAD.into(), format!("{LM_HEAD}{PACKED}")]
             .iter()
@@ -103,13 +111,17 @@ impl CheckpointSource {
             prefix,
             declaration: declaration.as_ref(),
         };
-        for parameter in parameters(&config) {
+        for parameter in parameters(&config).flat_map(in_checkpoint) {
             let found = locator.locate(parameter)?;
             used.insert(found.weight.name.clone());
             used.extend(found.weight.companions.iter().cloned());
             stored.insert(found.parameter.name.clone(), found);
         }
-        let mut notes = std::mem::take(&mut shards.notes);
+        let ngram = match &config.flash_next {
+            Some(dims) => Some(NgramTensors::locate(&locator, &shards, dims)?),
+            None => None,
+        };
+        used.extend(ngram.iter().flat_map(|table| table.names.iter().cloned()));
         notes.extend(quantization_notes(declaration.as_ref(), &stored));
         notes.extend(unused(&shards, prefix, &used)?);
         let absolute = directory.canonicalize().unwrap_or_else(|_| directory.into());
@@ -122,6 +134,7 @@ impl CheckpointSource {
             config,
             shards,
             stored,
+            ngram,
             notes,
         })
     }
@@ -184,11 +197,65 @@ impl CheckpointSource {
         Ok(weight.storage.row_words(&self.shards, &weight.tensor, selection))
     }
 
+    /// The words of NVFP4 parameter `name` as a bank of experts stores them; `None` when it is stored otherwise.
+    pub(crate) fn nvfp4_words(&self, name: &str) -> Result<Option<Words>, CheckpointError> {
+        let Stored { weight, .. } = self.find(name)?;
+        let Storage::Nvfp4(nvfp4) = &weight.storage else {
+            return Ok(None);
+        };
+        let multiplier = nvfp4.matrix_scale.multiplier();
+        Ok(self.row_words(name)?.and_then(|words| match words {
+            RowWords::Nvfp4 { codes, scales, .. } => Some(Words {
+                codes,
+                scales,
+                multiplier,
+            }),
+            RowWords::Fp8Row { .. } => None,
+        }))
+    }
+
+    /// What the activations of parameter `name` are multiplied by after 4-bit rounding.
+    pub(crate) fn input_scale(&self, name: &str) -> Option<f32> {
+        self.stored.get(name)?.weight.input_scale
+    }
+
+    /// The n-gram table.
+    pub(crate) fn table(&self) -> Option<&dyn NgramTable> {
+        self.ngram.as_ref().map(|table| table as &dyn NgramTable)
+    }
+
+    /// The scale of an n-gram table of E4M3FN codes; `None` when it is stored in floats.
+    pub(crate) fn coded_table_scale(&self) -> Option<f32> {
+        self.ngram.as_ref().and_then(NgramTensors::scale)
+    }
+
+    /// The stored bytes of a row of the n-gram table.
+    pub(crate) fn table_row(&self, row: u64) -> Result<&[u8], VolumeError> {
+        match &self.ngram {
+            Some(table) => table.row(row).map(|(bytes, _)| bytes),
+            None => Err(VolumeError::Row { row, rows: 0 }),
+        }
+    }
+
     /// SHA-256 of every weight file, lowercase hex, in the order of [`TextSource::files`].
     pub fn file_hashes(&self) -> Vec<String> {
         let contents: Vec<&[u8]> = self.shards.contents().collect();
         let hash = |content: &&[u8]| format!("{:x}", Sha256::digest(content));
         contents.par_iter().map(hash).collect()
+    }
+
+    /// How the matrices of a block's experts are stored, one after the other.
+    fn stored_bank(&self, name: &str) -> Result<StoredParameter, SourceError> {
+        let mut bank = StoredParameter::absent();
+        for parameter in parameters(&self.config).filter(|parameter| parameter.name == name) {
+            bank.elements = parameter.elements().unwrap_or(0) as u64;
+            for matrix in in_checkpoint(parameter) {
+                let stored = self.stored(&matrix.name)?;
+                bank.parts.extend(stored.parts);
+                bank.policy = stored.policy;
+            }
+        }
+        Ok(bank)
     }
 
     fn find(&self, name: &str) -> Result<&Stored, CheckpointError> {
@@ -223,6 +290,10 @@ impl TextSource for CheckpointSource {
         Ok(self.load_range(name, 0..elements.unwrap_or(0))?)
     }
 
+    fn ngram_table(&self) -> Option<Arc<dyn NgramTable>> {
+        self.ngram.clone().map(|table| Arc::new(table) as Arc<dyn NgramTable>)
+    }
+
     fn resource(&self, role: &str) -> Result<Option<Vec<u8>>, SourceError> {
         if role.is_empty() || role.starts_with('.') || role.contains(['/', '\\']) {
             return Ok(None);
@@ -252,6 +323,12 @@ impl TextSource for CheckpointSource {
     }
 
     fn stored(&self, name: &str) -> Result<StoredParameter, SourceError> {
+        if name.ends_with(EXPERT_BANK) && self.config.flash_next.is_some() {
+            return self.stored_bank(name);
+        }
+        if name.ends_with(NGRAM_SCALE) && self.ngram.is_some() {
+            return Ok(StoredParameter::absent());
+        }
         let stored = self.find(name)?;
         let elements = stored.parameter.elements().unwrap_or(0);
         let weight = &stored.weight;

@@ -60,6 +60,8 @@ impl Origin {
 
 /// Name of the output head, which has no prefix.
 pub(super) const LM_HEAD: &str = "lm_head.weight";
+/// Name of the indexer's projection in a block.
+const INDEXER: &str = "self_attn.indexer.index_qk_proj.weight";
 /// Name of the embedding behind the prefix.
 pub(super) const EMBEDDING: &str = "embed_tokens.weight";
 
@@ -116,14 +118,7 @@ pub(super) fn origins(config: &TextConfig, parameter: &Parameter) -> Vec<Origin>
         "gdn/dt_bias" => whole("linear_attn.dt_bias"),
         "gdn/norm" => whole("linear_attn.norm.weight"),
         "gdn/output" => whole("linear_attn.out_proj.weight"),
-        "gdn/convolution" => {
-            let (taps, channels) = (shape[0], shape[1]);
-            vec![Origin {
-                tensor: layer("linear_attn.conv1d.weight"),
-                shape: vec![channels, 1, taps],
-                selection: Selection::TapMajor { channels, taps },
-            }]
-        }
+        "gdn/convolution" => vec![tap_major(layer("linear_attn.conv1d.weight"), shape)],
         "mlp/gate" => whole("mlp.gate_proj.weight"),
         "mlp/up" => whole("mlp.up_proj.weight"),
         "mlp/down" => whole("mlp.down_proj.weight"),
@@ -135,6 +130,27 @@ pub(super) fn origins(config: &TextConfig, parameter: &Parameter) -> Vec<Origin>
         "moe/shared/gate" => whole("mlp.shared_expert.gate_proj.weight"),
         "moe/shared/up" => whole("mlp.shared_expert.up_proj.weight"),
         "moe/shared/down" => whole("mlp.shared_expert.down_proj.weight"),
+        "final_mixer/norm" => whole("hyper_connection_mixer.hc_norm.weight"),
+        "final_mixer/down" => whole("hyper_connection_mixer.input_mix_weight_down.weight"),
+        "final_mixer/up" => whole("hyper_connection_mixer.input_mix_weight_up.weight"),
+        "attn_hc/norm" => whole("attn_hyper_connection.hc_norm.weight"),
+        "attn_hc/down" => whole("attn_hyper_connection.input_mix_weight_down.weight"),
+        "attn_hc/up" => whole("attn_hyper_connection.input_mix_weight_up.weight"),
+        "attn_hc/inject" => whole("attn_hyper_connection.block_inject_weight.weight"),
+        "mlp_hc/norm" => whole("mlp_hyper_connection.hc_norm.weight"),
+        "mlp_hc/down" => whole("mlp_hyper_connection.input_mix_weight_down.weight"),
+        "mlp_hc/up" => whole("mlp_hyper_connection.input_mix_weight_up.weight"),
+        "mlp_hc/inject" => whole("mlp_hyper_connection.block_inject_weight.weight"),
+        "attention/index_query" => vec![indexer(config, layer(INDEXER), shape, 0)],
+        "attention/index_key" => vec![indexer(config, layer(INDEXER), shape, 1)],
+        "attention/index_query_norm" => whole("self_attn.indexer.q_layernorm.weight"),
+        "attention/index_key_norm" => whole("self_attn.indexer.k_layernorm.weight"),
+        "ple/key_projection" => whole("ple.key_proj.weight"),
+        "ple/value_projection" => whole("ple.value_proj.weight"),
+        "ple/key_norm" => whole("ple.norm_key.weight"),
+        "ple/query_norm" => whole("ple.norm_query.weight"),
+        "ple/conv_norm" => whole("ple.norm_conv.weight"),
+        "ple/convolution" => vec![tap_major(layer("ple.conv1d.weight"), shape)],
         role => unreachable!("the parameter list has no role {role}"),
     }
 }
@@ -153,6 +169,27 @@ fn query_or_gate(config: &TextConfig, tensor: String, shape: &[usize], half: usi
         shape: vec![rows.saturating_mul(2), columns],
         selection,
     }
+}
+
+/// A depthwise convolution `[channels, 1, taps]`.
+fn tap_major(tensor: String, shape: &[usize]) -> Origin {
+    let (taps, channels) = (shape[0], shape[1]);
+    Origin {
+        tensor,
+        shape: vec![channels, 1, taps],
+        selection: Selection::TapMajor { channels, taps },
+    }
+}
+
+/// `index_qk_proj` holds all index query rows, then the index key's.
+fn indexer(config: &TextConfig, tensor: String, shape: &[usize], part: usize) -> Origin {
+    let (heads, width) = config
+        .flash_next
+        .as_ref()
+        .map_or((0, 0), |dims| (dims.indexer.num_heads, dims.indexer.head_dim));
+    let first = part * heads.saturating_mul(width);
+    let rows = heads.saturating_add(1).saturating_mul(width);
+    Origin::rows(tensor, &[rows, shape[1]], first..first.saturating_add(shape[0]))
 }
 
 /// `in_proj_qkv` holds all query rows, all key rows, all value rows.

@@ -72,6 +72,16 @@ impl MatrixScale {
     }
 }
 
+impl MatrixScale {
+    /// As a bank's multiplier: `m` itself or `f32(1 / d)`.
+    pub(super) fn multiplier(self) -> f32 {
+        match self {
+            Self::Divisor(divisor) => 1.0 / divisor,
+            Self::Multiplier(multiplier) => multiplier,
+        }
+    }
+}
+
 /// Words of a weight as an artifact stores them, rows in the order of the parameter.
 pub(crate) enum RowWords {
     /// `[N, K]` codes, one bf16 scale per row.
@@ -337,7 +347,7 @@ fn decode(
 }
 
 /// Consecutive elements from `first` on; every float type is exact in f32.
-fn decode_floats(bytes: &[u8], dtype: Dtype, first: usize, out: &mut [f32]) {
+pub(super) fn decode_floats(bytes: &[u8], dtype: Dtype, first: usize, out: &mut [f32]) {
     let width = word_bytes(dtype);
     let words = bytes[first * width..][..out.len() * width].chunks_exact(width);
     let pairs = out.iter_mut().zip(words);

@@ -5,14 +5,16 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{AttentionConfig, ConfigError, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig};
+use super::{
+    AttentionConfig, ConfigError, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig, flash_next,
+};
 
 /// `architectures[0]` and `model_type` of the dense model.
 pub(super) const DENSE: (&str, &str) = ("Qwen3_5ForCausalLM", "qwen3_5_text");
 /// `architectures[0]` and `model_type` of the mixture-of-experts model.
 pub(super) const MOE: (&str, &str) = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text");
 
-const COMMON: [&str; 9] = [
+pub(super) const COMMON: [&str; 9] = [
     "architectures",
     "model_type",
     "hidden_size",
@@ -46,9 +48,9 @@ pub(super) const MOE_FFN: [&str; 4] = [
 const ROPE: [&str; 3] = ["rope_theta", "partial_rotary_factor", "mrope_section"];
 
 /// One JSON object and where it is, for messages.
-struct Record<'a> {
-    members: &'a Map<String, Value>,
-    prefix: &'static str,
+pub(super) struct Record<'a> {
+    pub(super) members: &'a Map<String, Value>,
+    pub(super) prefix: &'static str,
 }
 
 impl Record<'_> {
@@ -56,7 +58,7 @@ impl Record<'_> {
         format!("{}{field}", self.prefix)
     }
 
-    fn invalid(&self, field: &str, expected: impl Into<String>) -> ConfigError {
+    pub(super) fn invalid(&self, field: &str, expected: impl Into<String>) -> ConfigError {
         let found = self.members.get(field).map_or_else(|| "absent".into(), shorten);
         ConfigError::Invalid {
             field: self.path(field),
@@ -65,7 +67,7 @@ impl Record<'_> {
         }
     }
 
-    fn get(&self, field: &str, expected: &str) -> Result<&Value, ConfigError> {
+    pub(super) fn get(&self, field: &str, expected: &str) -> Result<&Value, ConfigError> {
         self.members.get(field).ok_or_else(|| ConfigError::Missing {
             field: self.path(field),
             expected: expected.into(),
@@ -76,20 +78,20 @@ impl Record<'_> {
         fields.iter().any(|field| self.members.contains_key(*field))
     }
 
-    fn string(&self, field: &str) -> Result<&str, ConfigError> {
+    pub(super) fn string(&self, field: &str) -> Result<&str, ConfigError> {
         self.get(field, "a string")?
             .as_str()
             .ok_or_else(|| self.invalid(field, "a string"))
     }
 
-    fn boolean(&self, field: &str) -> Result<bool, ConfigError> {
+    pub(super) fn boolean(&self, field: &str) -> Result<bool, ConfigError> {
         self.get(field, "true or false")?
             .as_bool()
             .ok_or_else(|| self.invalid(field, "true or false"))
     }
 
     /// A JSON integer in `1..2^32`.
-    fn count(&self, field: &str) -> Result<usize, ConfigError> {
+    pub(super) fn count(&self, field: &str) -> Result<usize, ConfigError> {
         const EXPECTED: &str = "an integer from 1 to 4294967295";
         match self.get(field, EXPECTED)?.as_u64() {
             Some(count @ 1..=0xFFFF_FFFF) => Ok(count as usize),
@@ -97,8 +99,15 @@ impl Record<'_> {
         }
     }
 
+    /// A JSON integer from 0 up.
+    pub(super) fn unsigned(&self, field: &str) -> Result<u64, ConfigError> {
+        const EXPECTED: &str = "an integer that is not negative";
+        let value = self.get(field, EXPECTED)?.as_u64();
+        value.ok_or_else(|| self.invalid(field, EXPECTED))
+    }
+
     /// A finite positive number once rounded to f32.
-    fn positive_f32(&self, field: &str) -> Result<f32, ConfigError> {
+    pub(super) fn positive_f32(&self, field: &str) -> Result<f32, ConfigError> {
         const EXPECTED: &str = "a number that is finite and positive in 32 bits";
         match self.get(field, EXPECTED)?.as_f64().map(|number| number as f32) {
             Some(number) if number.is_finite() && number > 0.0 => Ok(number),
@@ -106,7 +115,7 @@ impl Record<'_> {
         }
     }
 
-    fn refuse_unknown(&self, known: &[&[&str]]) -> Result<(), ConfigError> {
+    pub(super) fn refuse_unknown(&self, known: &[&[&str]]) -> Result<(), ConfigError> {
         match self
             .members
             .keys()
@@ -131,7 +140,11 @@ pub(crate) fn shorten(value: &Value) -> String {
 pub(super) fn parse(config: &Value) -> Result<TextConfig, ConfigError> {
     let members = config.as_object().ok_or(ConfigError::NotAnObject)?;
     let record = Record { members, prefix: "" };
-    let is_moe = architecture(&record)?;
+    let architecture = architecture(&record)?;
+    if architecture == flash_next::NAMES {
+        return flash_next::parse(&record);
+    }
+    let is_moe = architecture == MOE;
     let (feed_forward_fields, other_feed_forward): (&[&str], &[&str]) = if is_moe {
         (&MOE_FFN, &DENSE_FFN)
     } else {
@@ -167,29 +180,33 @@ pub(super) fn parse(config: &Value) -> Result<TextConfig, ConfigError> {
         attention,
         delta_net,
         feed_forward,
+        flash_next: None,
     })
 }
 
-/// Whether the model is a mixture of experts.
-fn architecture(record: &Record) -> Result<bool, ConfigError> {
+/// The record's architecture and model type, which are of this family.
+fn architecture(record: &Record) -> Result<(&'static str, &'static str), ConfigError> {
     const EXPECTED: &str = "an array of exactly one string";
     let name = match record.get("architectures", EXPECTED)?.as_array().map(Vec::as_slice) {
         Some([Value::String(name)]) => name.as_str(),
         _ => return Err(record.invalid("architectures", EXPECTED)),
     };
     let model_type = record.string("model_type")?;
-    match (name, model_type) {
-        pair if pair == DENSE => Ok(false),
-        pair if pair == MOE => Ok(true),
-        _ => Err(ConfigError::Unsupported {
-            field: "architectures, model_type".into(),
-            found: format!("{name}, {model_type}"),
-            supported: format!("expected {}, {} or {}, {}", DENSE.0, DENSE.1, MOE.0, MOE.1),
-        }),
-    }
+    let known = [DENSE, MOE, flash_next::NAMES];
+    let found = known.into_iter().find(|names| *names == (name, model_type));
+    found.ok_or_else(|| ConfigError::Unsupported {
+        field: "architectures, model_type".into(),
+        found: format!("{name}, {model_type}"),
+        supported: format!(
+            "expected {}",
+            known
+                .map(|(name, model_type)| format!("{name}, {model_type}"))
+                .join(" or ")
+        ),
+    })
 }
 
-fn layer_types(record: &Record, layers: usize) -> Result<Vec<LayerType>, ConfigError> {
+pub(super) fn layer_types(record: &Record, layers: usize) -> Result<Vec<LayerType>, ConfigError> {
     const EXPECTED: &str = "an array of `full_attention` and `linear_attention`, one per hidden layer";
     let names = record.get("layer_types", EXPECTED)?.as_array();
     let names = names.ok_or_else(|| record.invalid("layer_types", EXPECTED))?;
@@ -214,7 +231,7 @@ fn layer_types(record: &Record, layers: usize) -> Result<Vec<LayerType>, ConfigE
         .collect()
 }
 
-fn attention(record: &Record) -> Result<AttentionConfig, ConfigError> {
+pub(super) fn attention(record: &Record) -> Result<AttentionConfig, ConfigError> {
     let num_heads = record.count("num_attention_heads")?;
     let num_kv_heads = record.count("num_key_value_heads")?;
     let head_dim = record.count("head_dim")?;
@@ -275,7 +292,7 @@ fn attention(record: &Record) -> Result<AttentionConfig, ConfigError> {
     Ok(attention)
 }
 
-fn delta_net(record: &Record) -> Result<DeltaNetConfig, ConfigError> {
+pub(super) fn delta_net(record: &Record) -> Result<DeltaNetConfig, ConfigError> {
     let delta_net = DeltaNetConfig {
         num_key_heads: record.count("linear_num_key_heads")?,
         key_head_dim: record.count("linear_key_head_dim")?,
@@ -309,7 +326,7 @@ fn dense(record: &Record) -> Result<FeedForwardConfig, ConfigError> {
     })
 }
 
-fn moe(record: &Record) -> Result<FeedForwardConfig, ConfigError> {
+pub(super) fn moe(record: &Record) -> Result<FeedForwardConfig, ConfigError> {
     let num_experts = record.count("num_experts")?;
     let num_experts_per_tok = record.count("num_experts_per_tok")?;
     if num_experts_per_tok > num_experts {
@@ -323,7 +340,10 @@ fn moe(record: &Record) -> Result<FeedForwardConfig, ConfigError> {
     }))
 }
 
-fn require_multiple((whole_name, whole): (&str, usize), (part_name, part): (&str, usize)) -> Result<(), ConfigError> {
+pub(super) fn require_multiple(
+    (whole_name, whole): (&str, usize),
+    (part_name, part): (&str, usize),
+) -> Result<(), ConfigError> {
     if whole % part == 0 {
         return Ok(());
     }
@@ -332,7 +352,7 @@ fn require_multiple((whole_name, whole): (&str, usize), (part_name, part): (&str
     )))
 }
 
-fn require_product(what: &str, factors: &[usize]) -> Result<usize, ConfigError> {
+pub(super) fn require_product(what: &str, factors: &[usize]) -> Result<usize, ConfigError> {
     factors
         .iter()
         .try_fold(1usize, |product, factor| product.checked_mul(*factor))
@@ -341,9 +361,10 @@ fn require_product(what: &str, factors: &[usize]) -> Result<usize, ConfigError> 
 
 /// The record that [`parse`] reads back as `config`.
 pub(super) fn record(config: &TextConfig) -> Value {
-    let (architecture, model_type) = match config.feed_forward {
-        FeedForwardConfig::Dense { .. } => DENSE,
-        FeedForwardConfig::Moe(_) => MOE,
+    let (architecture, model_type) = match (&config.flash_next, &config.feed_forward) {
+        (Some(_), _) => flash_next::NAMES,
+        (None, FeedForwardConfig::Dense { .. }) => DENSE,
+        (None, FeedForwardConfig::Moe { .. }) => MOE,
     };
     let layer_types: Vec<&str> = config.layer_types.iter().map(|kind| kind.name()).collect();
     let mut record = json!({
@@ -382,6 +403,9 @@ pub(super) fn record(config: &TextConfig) -> Value {
             record["moe_intermediate_size"] = moe.moe_intermediate_size.into();
             record["shared_expert_intermediate_size"] = moe.shared_expert_intermediate_size.into();
         }
+    }
+    if let Some(flash_next) = &config.flash_next {
+        flash_next.record(&mut record);
     }
     record
 }

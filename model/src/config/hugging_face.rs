@@ -7,8 +7,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::ConfigError;
 use super::artifact::{ATTENTION, DENSE, DENSE_FFN, LINEAR_ATTENTION, MOE, MOE_FFN, shorten};
+use super::{ConfigError, flash_next};
 
 const DEFAULT_FULL_ATTENTION_INTERVAL: u64 = 4;
 
@@ -66,7 +66,8 @@ pub(super) fn to_artifact_record(config: &Value) -> Result<Value, ConfigError> {
             });
         }
     };
-    let is_moe = is_moe(root, text)?;
+    let names = architecture(root, text)?;
+    let is_moe = names != DENSE;
     for holder in [root, text] {
         for (field, fixed) in FIXED {
             match holder.get(field) {
@@ -77,7 +78,7 @@ pub(super) fn to_artifact_record(config: &Value) -> Result<Value, ConfigError> {
         }
     }
 
-    let (architecture, model_type) = if is_moe { MOE } else { DENSE };
+    let (architecture, model_type) = names;
     let mut record = Map::new();
     record.insert("architectures".into(), json!([architecture]));
     record.insert("model_type".into(), model_type.into());
@@ -91,7 +92,10 @@ pub(super) fn to_artifact_record(config: &Value) -> Result<Value, ConfigError> {
         copy(text, field, &mut record);
     }
     record.insert("tie_word_embeddings".into(), tie_word_embeddings(root, text)?.into());
-    if let Some(layer_types) = layer_types(text)? {
+    if let Some(mut layer_types) = layer_types(text)? {
+        if names == flash_next::NAMES {
+            flash_next::rename_layer_types(&mut layer_types);
+        }
         record.insert("layer_types".into(), layer_types);
     }
     for field in ATTENTION
@@ -119,6 +123,9 @@ pub(super) fn to_artifact_record(config: &Value) -> Result<Value, ConfigError> {
             ));
         }
     }
+    if names == flash_next::NAMES {
+        flash_next::copy_members(root, text, &mut record);
+    }
     Ok(Value::Object(record))
 }
 
@@ -130,22 +137,26 @@ fn unsupported(field: &str, found: &Value, supported: String) -> ConfigError {
     }
 }
 
-fn copy(from: &Map<String, Value>, field: &str, to: &mut Map<String, Value>) {
+pub(super) fn copy(from: &Map<String, Value>, field: &str, to: &mut Map<String, Value>) {
     if let Some(value) = from.get(field).filter(|value| !value.is_null()) {
         to.insert(field.into(), value.clone());
     }
 }
 
-/// Which feed-forward kind the model type names; `architectures`, where given, has to agree.
-fn is_moe(root: &Map<String, Value>, text: &Map<String, Value>) -> Result<bool, ConfigError> {
-    const TYPES: &str = "qwen3_5_text, qwen3_5_moe_text, qwen3_5 or qwen3_5_moe";
+/// The architecture and model type of the artifact record; `architectures`, where given, has to agree with the type.
+fn architecture(
+    root: &Map<String, Value>,
+    text: &Map<String, Value>,
+) -> Result<(&'static str, &'static str), ConfigError> {
+    const TYPES: &str = "qwen3_5_text, qwen3_5_moe_text, qwen4_exp_text, qwen3_5, qwen3_5_moe or qwen4_exp";
     let model_type = text
         .get("model_type")
         .or_else(|| root.get("model_type"))
         .unwrap_or(&Value::Null);
-    let is_moe = match model_type.as_str() {
-        Some("qwen3_5_text" | "qwen3_5") => false,
-        Some("qwen3_5_moe_text" | "qwen3_5_moe") => true,
+    let names = match model_type.as_str() {
+        Some("qwen3_5_text" | "qwen3_5") => DENSE,
+        Some("qwen3_5_moe_text" | "qwen3_5_moe") => MOE,
+        Some("qwen4_exp_text" | "qwen4_exp") => flash_next::NAMES,
         _ if model_type.is_null() => {
             return Err(ConfigError::Missing {
                 field: "model_type".into(),
@@ -155,19 +166,14 @@ fn is_moe(root: &Map<String, Value>, text: &Map<String, Value>) -> Result<bool, 
         _ => return Err(unsupported("model_type", model_type, format!("expected {TYPES}"))),
     };
     let Some(architectures) = root.get("architectures").filter(|names| !names.is_null()) else {
-        return Ok(is_moe);
+        return Ok(names);
     };
-    let expected = if is_moe {
-        ["Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"]
-    } else {
-        ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"]
-    };
-    let name = match architectures.as_array().map(Vec::as_slice) {
-        Some([Value::String(name)]) => Some(name.as_str()),
-        _ => None,
-    };
-    match name {
-        Some(name) if expected.contains(&name) => Ok(is_moe),
+    let expected = [
+        names.0.to_owned(),
+        names.0.replace("ForCausalLM", "ForConditionalGeneration"),
+    ];
+    match architectures.as_array().map(Vec::as_slice) {
+        Some([Value::String(name)]) if expected.contains(name) => Ok(names),
         _ => Err(unsupported(
             "architectures",
             architectures,

@@ -5,24 +5,29 @@
 //! the recipe's format are copied, so that importing changes no weight, except by two roundings that the formats impose:
 //! an f32 row scale to bf16, and a matrix multiplier `m` to the divisor `1 / m`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
 use crate::artifact::{ArtifactError, Binding, Component, Part, Use, Writer, WriterOptions};
 use crate::checkpoint::{CheckpointError, CheckpointSource, RowWords};
+use crate::config::TextConfig;
 use crate::formats::{self, Encoder, Format, FormatError};
-use crate::parameters::parameters;
+use crate::ngram::VolumeError;
+use crate::parameters::{NGRAM_SCALE, parameters};
+use crate::qwen4_exp::volume_path;
 use crate::source::{ActivationPolicy, SourceError, TextSource};
 use crate::tokenizer::{
     AddedTokens, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, TextTokenizer, TokenizerError,
 };
 
+mod flash_next;
 mod own_mix;
 mod plan;
 mod recipe;
 
+pub(crate) use flash_next::Words;
 pub use own_mix::RecipeError;
 pub use plan::{Parent, Plan};
 pub use recipe::{Encoding, Recipe};
@@ -53,6 +58,9 @@ pub enum ConvertError {
         /// The value.
         divisor: f32,
     },
+    /// The n-gram table cannot be read, or the volume not be written.
+    #[error(transparent)]
+    Ngrams(#[from] VolumeError),
     /// A size that no format can hold.
     #[error(transparent)]
     Format(#[from] FormatError),
@@ -172,8 +180,14 @@ pub fn convert(
     }
     let source = CheckpointSource::open(source)?;
     TextTokenizer::from_source(&source, AddedTokens::Match)?;
+    let mut config = source.config().clone();
+    let mut table_scale = 1.0;
+    if let Some(dims) = &mut config.flash_next {
+        dims.volume_id = Some(flash_next::volume_id(&source));
+        table_scale = flash_next::table_scale(&source, source.config())?;
+    }
     let plan = Plan::importing(
-        source.config(),
+        &config,
         &options.recipe,
         &options.activation_divisors,
         &source.quantized(),
@@ -185,7 +199,7 @@ pub fn convert(
     let name = options.name.clone().unwrap_or_else(|| source.name().into());
 
     let mut writer = Writer::new(options.writer);
-    let layout = declare(&mut writer, &source, &plan, &resources)?;
+    let layout = declare(&mut writer, &source, &config, &plan, &resources)?;
     writer.metadata_mut().insert("name".into(), name.as_str().into());
     *writer.provenance_mut() = provenance(&source, &options.recipe, &notes);
 
@@ -201,7 +215,11 @@ pub fn convert(
         all_bytes,
     };
     for (object, parent) in layout.parents.iter().zip(&plan.parents) {
-        let encoded = if parent.imported {
+        let encoded = if flash_next::is_bank(parent) {
+            flash_next::bank(&source, parent)?
+        } else if parent.members[0].role == NGRAM_SCALE {
+            flash_next::scale_bytes(table_scale)?
+        } else if parent.imported {
             import_parent(&source, parent)?
         } else {
             encode_parent(&source, parent)?
@@ -214,8 +232,22 @@ pub fn convert(
     for (object, divisor) in &layout.divisors {
         stream.append(*object, &divisor.to_le_bytes())?;
     }
+    for (object, scales) in &layout.input_scales {
+        let bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        stream.append(*object, &bytes)?;
+    }
+    let mut volumes = Vec::new();
+    if config.flash_next.is_some() {
+        let path = volume_path(out);
+        flash_next::write_volume(&source, &config, &path, table_scale)?;
+        volumes.push(path);
+    }
+    let files = stream.finish().inspect_err(|_| {
+        // Nothing is left under the outputs' names; a volume that cannot be removed is reported by the next run.
+        volumes.iter().for_each(|path| drop(std::fs::remove_file(path)));
+    })?;
     Ok(Summary {
-        files: stream.finish()?,
+        files: files.into_iter().chain(volumes.clone()).collect(),
         name,
         recipe: options.recipe.name().into(),
         objects: plan.parents.len(),
@@ -230,12 +262,14 @@ struct Declared {
     resources: Vec<usize>,
     parents: Vec<usize>,
     divisors: Vec<(usize, f32)>,
+    input_scales: Vec<(usize, Vec<f32>)>,
 }
 
 /// Declares resources, parents and divisors in this order; binds every parameter; adds every Use.
 fn declare(
     writer: &mut Writer,
     source: &CheckpointSource,
+    config: &TextConfig,
     plan: &Plan,
     resources: &[(&'static str, Vec<u8>)],
 ) -> Result<Declared, ConvertError> {
@@ -243,6 +277,7 @@ fn declare(
         resources: Vec::new(),
         parents: Vec::new(),
         divisors: Vec::new(),
+        input_scales: Vec::new(),
     };
     let mut roles = BTreeMap::new();
     for (role, bytes) in resources {
@@ -250,11 +285,10 @@ fn declare(
         declared.resources.push(object);
         roles.insert((*role).to_owned(), object);
     }
-    let config = source.config().to_artifact();
     writer.set_component(
         "text",
         Component {
-            config,
+            config: config.to_artifact(),
             target: None,
             resources: roles,
             proposal: None,
@@ -288,15 +322,27 @@ fn declare(
         .into_iter()
         .for_each(|(name, binding)| writer.bind(&name, binding));
 
+    let mut four_bit_banks = HashSet::new();
+    for parent in plan.parents.iter().filter(|parent| flash_next::is_bank(parent)) {
+        if let Some(scales) = flash_next::input_scales(source, parent) {
+            let name = &parent.members[0].name;
+            let scales_name = name.replace("experts", "expert_input_scales");
+            let object = writer.declare_tensor(&scales_name, Format::Fp32, &[parent.shape[0], 3], 1)?;
+            writer.bind(&scales_name, Binding::Whole { object });
+            declared.input_scales.push((object, scales));
+            four_bit_banks.insert(name.clone());
+        }
+    }
+
     // One object per input and value: weights that share an input may come with different divisors.
     let mut divisor_objects: BTreeMap<(String, u32), usize> = BTreeMap::new();
-    for parameter in parameters(source.config()) {
+    for parameter in parameters(config) {
         let Some(input) = parameter.input else { continue };
-        let policy = plan
-            .policies
-            .get(&parameter.name)
-            .copied()
-            .unwrap_or(ActivationPolicy::A16Only);
+        let planned = plan.policies.get(&parameter.name).copied();
+        let policy = match four_bit_banks.contains(&parameter.name) {
+            true => ActivationPolicy::AllowA4,
+            false => planned.unwrap_or(ActivationPolicy::A16Only),
+        };
         let mut auxiliaries = BTreeMap::new();
         if let Some(divisor) = plan.activation_divisors.get(&parameter.name) {
             let key = (input.clone(), divisor.to_bits());

@@ -12,11 +12,22 @@ use super::recipe::{Decision, Encoding, Recipe};
 use crate::checkpoint::QuantizedWeight;
 use crate::config::TextConfig;
 use crate::formats::{Format, encoded_size};
-use crate::parameters::{Parameter, RequiredFormat, parameters};
+use crate::parameters::{EXPERT_BANK, Parameter, RequiredFormat, parameters};
 use crate::source::ActivationPolicy;
 
 /// Row blocks of a parent, by role, in order; of several groups with common members the first that fits is taken.
-const GROUPS: [&[&str]; 12] = [
+const GROUPS: [&[&str]; 16] = [
+    &[
+        "attention/query",
+        "attention/gate",
+        "attention/key",
+        "attention/value",
+        "attention/index_query",
+        "attention/index_key",
+    ],
+    &["attn_hc/down", "attn_hc/inject"],
+    &["mlp_hc/down", "mlp_hc/inject"],
+    &["ple/key_projection", "ple/value_projection"],
     &["attention/query", "attention/key", "attention/gate", "attention/value"],
     &["attention/query", "attention/key"],
     &["attention/gate", "attention/value"],
@@ -208,6 +219,7 @@ impl Planner {
                 RequiredFormat::Any => recipe.decide(parameter.role, parameter.layer),
                 RequiredFormat::Bf16 => Decision::of(Encoding::BF16),
                 RequiredFormat::Fp32 => Decision::of(Encoding::FP32),
+                RequiredFormat::Nvfp4Mul => Decision::of(Encoding::NVFP4_MUL),
             };
             used.extend(decision.rule);
             if let Some(layer) = parameter.layer {
@@ -300,6 +312,10 @@ impl Planner {
             };
             let shape: Vec<u64> = planned.parameter.shape.iter().map(|extent| *extent as u64).collect();
             let wanted = planned.decision.encoding.format;
+            if planned.parameter.role == EXPERT_BANK {
+                // There is no other format for a bank.
+                self.size(wanted, &shape)?;
+            }
             if self.size(wanted, &shape).is_err() {
                 let fits = self.size(self.fallback.format, &shape).is_ok();
                 planned.decision = Decision::of(if fits { self.fallback } else { Encoding::BF16 });

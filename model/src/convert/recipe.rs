@@ -28,6 +28,10 @@ impl Encoding {
         format: Format::Fp32,
         method: EncodeMethod::CastDirect,
     };
+    pub(super) const NVFP4_MUL: Self = Self {
+        format: Format::Nvfp4Mul,
+        method: EncodeMethod::Nvfp4Absmax,
+    };
     const Q4: Self = Self {
         format: Format::Q4G64Fp16,
         method: EncodeMethod::GroupedAbsmax,
@@ -130,7 +134,7 @@ pub struct Recipe {
 }
 
 /// Roles that a rule can decide about.
-pub(super) const ROLES: [&str; 25] = [
+pub(super) const ROLES: [&str; 37] = [
     "token_embedding",
     "output_head",
     "attention/query",
@@ -156,6 +160,18 @@ pub(super) const ROLES: [&str; 25] = [
     "moe/shared/gate",
     "moe/shared/up",
     "moe/shared/down",
+    "attn_hc/down",
+    "attn_hc/up",
+    "attn_hc/inject",
+    "mlp_hc/down",
+    "mlp_hc/up",
+    "mlp_hc/inject",
+    "final_mixer/down",
+    "final_mixer/up",
+    "attention/index_query",
+    "attention/index_key",
+    "ple/key_projection",
+    "ple/value_projection",
 ];
 
 /// The layers whose feed-forward is NVFP4 in the published 64-layer checkpoints; the last ones are FP8.
@@ -178,7 +194,7 @@ impl Decision {
 
 impl Recipe {
     /// Names that [`Recipe::named`] knows: uniform recipes, then the official mixes.
-    pub const NAMES: [&'static str; 16] = [
+    pub const NAMES: [&'static str; 19] = [
         "bf16",
         "q8",
         "q6",
@@ -195,6 +211,9 @@ impl Recipe {
         "qwen3_8_27b_nvfp4_nvidia",
         "qwen3_8_27b_nvfp4_orcarouter",
         "qwen3_6_35b_a3b",
+        "qwen3_8_flash_next_nvfp4",
+        "qwen3_8_flash_next_nvfp4_dense8",
+        "qwen3_8_flash_next_nvfp4_orcarouter",
     ];
 
     /// A built-in recipe.
@@ -220,6 +239,9 @@ impl Recipe {
             "qwen3_8_27b_nvfp4_nvidia" => Self::nvfp4_3_8_27b(Layers::All, Some(AllowA8)),
             "qwen3_8_27b_nvfp4_orcarouter" => Self::nvfp4_3_8_27b(Layers::below(NVFP4_LAYERS), Some(A16Only)),
             "qwen3_6_35b_a3b" => Self::grouped_35b(),
+            "qwen3_8_flash_next_nvfp4" => Self::uniform(Encoding::BF16, A16Only),
+            "qwen3_8_flash_next_nvfp4_dense8" => Self::flash_next(Encoding::Q8, Encoding::BF16, Encoding::Q8),
+            "qwen3_8_flash_next_nvfp4_orcarouter" => Self::flash_next(Encoding::FP8, Encoding::FP8, Encoding::FP8),
             _ => return None,
         };
         Some(Self {
@@ -382,6 +404,24 @@ impl Recipe {
             fallback: Encoding::FP8,
             ..Self::of(rules)
         }
+    }
+
+    /// Qwen3.8-Flash-Next but for its routed experts, which have one format: `mixer` for the Gated DeltaNets and the shared
+    /// experts, `attention_input` and `attention_output` for the attention, bf16 for its indexer, q8 for what mixes
+    /// streams, takes n-grams in, and the head.
+    fn flash_next(mixer: Encoding, attention_input: Encoding, attention_output: Encoding) -> Self {
+        let mut rules = control();
+        for (role, encoding) in [
+            ("gdn/*", mixer),
+            ("moe/shared/*", mixer),
+            ("attention/index_*", Encoding::BF16),
+            ("attention/output", attention_output),
+            ("attention/*", attention_input),
+            ("*", Encoding::Q8),
+        ] {
+            rules.push(rule(role, encoding, A16Only));
+        }
+        Self::of(rules)
     }
 
     fn grouped_35b() -> Self {

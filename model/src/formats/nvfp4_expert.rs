@@ -18,7 +18,7 @@ use super::{Format, FormatError, align_up, index, require_zero};
 use rayon::prelude::*;
 
 /// Rows and columns of a unit.
-const UNIT: usize = 16;
+pub const UNIT: usize = 16;
 /// Bytes of a unit: 128 of codes, 16 of scales.
 const UNIT_BYTES: usize = 144;
 /// Code bytes of a unit.
@@ -176,36 +176,76 @@ pub fn decode_matrix(
         });
     }
     let multiplier = geometry.multiplier(bytes, expert, projection)?;
-    let table = WeightTable::new(|product| product * multiplier);
     let record = &bytes[expert * geometry.stride..][..geometry.record_bytes];
+    decode_record(&geometry, record, projection, multiplier, out).map_err(|error| match error {
+        // Counted from the start of the bank.
+        FormatError::InvalidWord { what, index, word } => FormatError::InvalidWord {
+            what,
+            index: index + (expert * geometry.stride) as u64,
+            word,
+        },
+        other => other,
+    })
+}
+
+/// Decodes one matrix of an expert's record into `out`, C order, of the matrix's size; `record` starts with the whole
+/// record.
+///
+/// # Errors
+/// When a scale is not a number.
+pub fn decode_record(
+    geometry: &Geometry,
+    record: &[u8],
+    projection: Projection,
+    multiplier: f32,
+    out: &mut [f32],
+) -> Result<(), FormatError> {
+    let table = WeightTable::new(|product| product * multiplier);
+    let (_, columns) = geometry.matrix(projection);
     out.par_chunks_exact_mut(columns)
         .enumerate()
         .with_min_len((1usize << 13).div_ceil(columns))
         .try_for_each(|(row, out)| {
-            let (matrix, row) = geometry.stored_row(projection, row);
-            let first_unit = row / UNIT * (columns / UNIT);
-            let (lane, shift) = (row % 8, 4 * (row % UNIT / 8));
-            for (block, out) in out.as_chunks_mut::<UNIT>().0.iter_mut().enumerate() {
-                let start = matrix + (first_unit + block) * UNIT_BYTES;
-                let unit = &record[start..start + UNIT_BYTES];
-                let word = unit[UNIT_CODES + row % UNIT];
-                if is_nan(word) {
-                    let index = (expert * geometry.stride + start + UNIT_CODES + row % UNIT) as u64;
-                    return Err(FormatError::InvalidWord {
-                        what: "scale at byte",
-                        index,
-                        word: word.into(),
-                    });
-                }
+            for_each_block(geometry, record, projection, row, |block, word, codes| {
                 let weights = table.under(word);
-                for (q, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-                    for (t, value) in out.iter_mut().enumerate() {
-                        *value = weights[((unit[32 * q + 4 * lane + t] >> shift) & 15) as usize];
-                    }
-                }
-            }
-            Ok(())
+                let out = &mut out[block * UNIT..][..UNIT];
+                out.iter_mut()
+                    .zip(codes)
+                    .for_each(|(value, code)| *value = weights[usize::from(code)]);
+            })
         })
+}
+
+/// Calls `work` with the number, the scale word and the 16 codes of every block of a matrix's row `row`.
+///
+/// # Errors
+/// When a scale is not a number.
+pub fn for_each_block(
+    geometry: &Geometry,
+    record: &[u8],
+    projection: Projection,
+    row: usize,
+    mut work: impl FnMut(usize, u8, [u8; UNIT]),
+) -> Result<(), FormatError> {
+    let (_, columns) = geometry.matrix(projection);
+    let (matrix, row) = geometry.stored_row(projection, row);
+    let first_unit = row / UNIT * (columns / UNIT);
+    let (lane, shift) = (row % 8, 4 * (row % UNIT / 8));
+    for block in 0..columns / UNIT {
+        let start = matrix + (first_unit + block) * UNIT_BYTES;
+        let unit = &record[start..start + UNIT_BYTES];
+        let word = unit[UNIT_CODES + row % UNIT];
+        if is_nan(word) {
+            return Err(FormatError::InvalidWord {
+                what: "scale at byte",
+                index: (start + UNIT_CODES + row % UNIT) as u64,
+                word: word.into(),
+            });
+        }
+        let code = |column: usize| (unit[32 * (column / 4) + 4 * lane + column % 4] >> shift) & 15;
+        work(block, word, std::array::from_fn(code));
+    }
+    Ok(())
 }
 
 /// Checks scale words (sign 0, not NaN), multipliers and the zero tails of the records.

@@ -5,6 +5,8 @@
 //! y = residual + gated_norm(delta_rule(qkv, g, beta), z) output^T
 //! ```
 //!
+//! Qwen3.8-Flash-Next gates with a sigmoid and rounds the controls like the other projections.
+//!
 //! `row` is the normalised input before the rounding that gives `h`: the controls are computed from it unrounded.
 
 use burn::tensor::Tensor;
@@ -13,7 +15,7 @@ use perplexity_kernels::backend::DeltaHeads;
 
 use super::Pass;
 use super::loader::Loader;
-use crate::config::{DeltaNetConfig, TextConfig};
+use crate::config::{DeltaNetConfig, OutputGate, TextConfig};
 use crate::route::Boundary;
 use crate::scorer::ModelError;
 
@@ -32,6 +34,9 @@ pub struct DeltaNet<B: EvaluatorBackend> {
     norm: Tensor<B, 1>,
     output: B::Weight,
     heads: DeltaHeads,
+    output_gate: OutputGate,
+    /// Where the controls exist: unrounded, or like the other projections.
+    control: Boundary,
     eps: f32,
 }
 
@@ -52,6 +57,10 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
     pub fn load(loader: &Loader<'_, B>, config: &TextConfig, dims: &DeltaNetConfig) -> Result<Self, ModelError> {
         let (hidden, keys, values) = (config.hidden_size, dims.key_dim(), dims.value_dim());
         let value_heads = dims.num_value_heads;
+        let (output_gate, control) = match &config.flash_next {
+            Some(flash_next) => (flash_next.output_gate, Boundary::DeltaNetProjection),
+            None => (OutputGate::Silu, Boundary::DeltaNetControl),
+        };
         Ok(Self {
             qkv: loader.stacked(&[("query", keys), ("key", keys), ("value", values)], hidden)?,
             z: loader.matrix("z", [values, hidden])?,
@@ -70,6 +79,8 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
                 key_dim: dims.key_head_dim,
                 value_dim: dims.value_head_dim,
             },
+            output_gate,
+            control,
             eps: config.rms_norm_eps,
         })
     }
@@ -97,9 +108,21 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
         carried: &mut DeltaNetState<B>,
         pass: &Pass<'_, B>,
     ) -> Tensor<B, 3> {
+        let o = self.heads(row, carried, pass);
+        B::project_add(residual, o, &self.output, pass.route.at(Boundary::Residual))
+    }
+
+    /// `delta_net(row)` without a residual.
+    pub fn output(&self, row: Tensor<B, 3>, carried: &mut DeltaNetState<B>, pass: &Pass<'_, B>) -> Tensor<B, 3> {
+        let o = self.heads(row, carried, pass);
+        B::project(o, &self.output, pass.route.at(Boundary::Residual))
+    }
+
+    /// The gated outputs of all value heads side by side, `[batch, tokens, Nv * Dv]`.
+    fn heads(&self, row: Tensor<B, 3>, carried: &mut DeltaNetState<B>, pass: &Pass<'_, B>) -> Tensor<B, 3> {
         let route = pass.route;
         let [batch, tokens, _] = row.dims();
-        let control = |weight: &B::Weight| B::project(row.clone(), weight, route.at(Boundary::DeltaNetControl));
+        let control = |weight: &B::Weight| B::project(row.clone(), weight, route.at(self.control));
         let (g, beta) = B::delta_gates(
             control(&self.a),
             control(&self.b),
@@ -132,8 +155,11 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
             value_heads, value_dim, ..
         } = self.heads;
         let z = project(&self.z).reshape([batch, tokens, value_heads, value_dim]);
-        let o = B::gated_rms_norm(o.0, self.norm.clone(), z, self.eps, route.at(Boundary::GatedNorm));
-        let o = o.reshape([batch, tokens, value_heads * value_dim]);
-        B::project_add(residual, o, &self.output, route.at(Boundary::Residual))
+        let (norm, to) = (self.norm.clone(), route.at(Boundary::GatedNorm));
+        let o = match self.output_gate {
+            OutputGate::Silu => B::gated_rms_norm(o.0, norm, z, self.eps, to),
+            OutputGate::Sigmoid => B::sigmoid_gated_rms_norm(o.0, norm, z, self.eps, to),
+        };
+        o.reshape([batch, tokens, value_heads * value_dim])
     }
 }

@@ -9,6 +9,7 @@
 //! ```
 
 use burn::tensor::{Tensor, TensorData};
+use perplexity_kernels::backend::BlockSelection;
 use perplexity_kernels::{EvaluatorBackend, Precision};
 use perplexity_kv::attention::{Emulation, attend};
 use perplexity_kv::options::KvOptions;
@@ -101,17 +102,45 @@ impl<B: EvaluatorBackend> KvCache<B> {
     /// Causal attention of the last appended tokens' queries `[batch, tokens, heads, head_dim]`.
     pub fn attend(&self, q: Tensor<B, 4>, to: Precision) -> Tensor<B, 4> {
         let first_position = self.tokens - q.dims()[1];
+        self.attend_from(q, first_position, None, to)
+    }
+
+    /// Attention of queries at positions `first_position..` that are in the cache, over all keys before them or over those
+    /// that each query names.
+    ///
+    /// # Panics
+    /// With a selection and a codec that chooses rows or roundings per query.
+    pub fn attend_from(
+        &self,
+        q: Tensor<B, 4>,
+        first_position: usize,
+        selection: Option<&BlockSelection>,
+        to: Precision,
+    ) -> Tensor<B, 4> {
         match &self.rows {
             Rows::Plain(rows) => {
                 let [keys, values] = rows.as_ref().expect("appending always puts the rows back");
-                B::causal_attention(q, keys.clone(), values.clone(), first_position, to)
+                attend_rows(q, [keys.clone(), values.clone()], first_position, selection, to)
             }
             Rows::Coded {
                 windows,
                 pair,
                 emulation,
-            } => attend_coded(windows, pair, *emulation, q, first_position, to),
+            } => attend_coded(windows, pair, *emulation, q, first_position, selection, to),
         }
+    }
+}
+
+fn attend_rows<B: EvaluatorBackend>(
+    q: Tensor<B, 4>,
+    [keys, values]: [Tensor<B, 4>; 2],
+    first_position: usize,
+    selection: Option<&BlockSelection>,
+    to: Precision,
+) -> Tensor<B, 4> {
+    match selection {
+        None => B::causal_attention(q, keys, values, first_position, to),
+        Some(selection) => B::sparse_attention(q, keys, values, selection, to),
     }
 }
 
@@ -123,6 +152,7 @@ fn attend_coded<B: EvaluatorBackend>(
     emulation: Emulation,
     q: Tensor<B, 4>,
     first_position: usize,
+    selection: Option<&BlockSelection>,
     to: Precision,
 ) -> Tensor<B, 4> {
     let ([batch, tokens, heads, head_dim], device) = (q.dims(), q.device());
@@ -134,6 +164,10 @@ fn attend_coded<B: EvaluatorBackend>(
         .iter()
         .any(|window| window.k.has_window() || window.v.has_window());
     let outputs = if per_query || emulation != Emulation::Format {
+        assert!(
+            selection.is_none(),
+            "options with sparse attention are checked on loading"
+        );
         let rows = windows.iter().zip(queries.chunks_exact(length));
         rows.flat_map(|(window, q)| attend(window, Some(pair), q, heads, first_position, emulation))
             .collect()
@@ -146,15 +180,16 @@ fn attend_coded<B: EvaluatorBackend>(
         let side = |of: fn(&LayerStore) -> &SideStore| {
             let kv_heads = of(&windows[0]).kv_heads();
             let rows: Vec<f32> = windows.iter().flat_map(|window| of(window).read().coded).collect();
-            tensor(rows, [batch, first_position + tokens, kv_heads, head_dim]).swap_dims(1, 2)
+            let stored = rows.len() / (batch * kv_heads * head_dim);
+            tensor(rows, [batch, stored, kv_heads, head_dim]).swap_dims(1, 2)
         };
         let (keys, values) = (side(|window| &window.k), side(|window| &window.v));
         let queries = tensor(queries, [batch, tokens, heads, head_dim]);
-        let mut outputs = host(B::causal_attention(
+        let mut outputs = host(attend_rows(
             queries,
-            keys,
-            values,
+            [keys, values],
             first_position,
+            selection,
             Precision::Full,
         ));
         windows

@@ -73,7 +73,8 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
         Ok(Tensor::from_data(TensorData::new(values, shape), self.device))
     }
 
-    fn weight(&self, values: Vec<f32>, shape: [usize; 2]) -> B::Weight {
+    /// Given values as a matrix `[out, in]`.
+    pub fn weight(&self, values: Vec<f32>, shape: [usize; 2]) -> B::Weight {
         let stored = narrowest(&values);
         B::weight(values, shape, stored, self.device)
     }

@@ -1,4 +1,4 @@
-//! The layers of the `qwen3_5` text model, one file each, generic over the backend.
+//! The layers of the text models, one file each, generic over the backend.
 //!
 //! A layer is built by its `load` from the parameters under its name and holds nothing but weights; what it carries from
 //! pass to pass is a separate state, so that one model serves any number of windows.
@@ -7,11 +7,16 @@ pub mod attention;
 pub mod block;
 pub mod delta_net;
 pub mod embedding;
+pub mod expert_mixture;
+pub mod hyper_connection;
+pub mod indexer;
 pub mod kv_cache;
 pub mod loader;
 pub mod mlp;
 pub mod moe;
+pub mod ngram_injection;
 pub mod norm;
+pub mod sparse_attention;
 
 use std::cell::RefCell;
 

@@ -30,3 +30,43 @@ impl<B: EvaluatorBackend> OffsetNorm<B> {
         B::offset_rms_norm(x, self.weight.clone(), self.eps, to)
     }
 }
+
+/// Offset RMS norm of each of several streams by itself, every stream with weights of its own.
+#[derive(Debug)]
+pub struct StreamNorm<B: EvaluatorBackend> {
+    /// `1 + w`, `[streams, width]`.
+    weight: Tensor<B, 2>,
+    eps: f32,
+}
+
+impl<B: EvaluatorBackend> StreamNorm<B> {
+    /// Loads `name` `[streams * width]`.
+    ///
+    /// # Errors
+    /// When the source cannot provide it.
+    pub fn load(
+        loader: &Loader<'_, B>,
+        name: &str,
+        [streams, width]: [usize; 2],
+        eps: f32,
+    ) -> Result<Self, ModelError> {
+        let weight: Tensor<B, 1> = loader.tensor(name, [streams * width])?;
+        Ok(Self {
+            weight: weight.reshape([streams, width]) + 1.0,
+            eps,
+        })
+    }
+
+    /// `x` `[batch, tokens, streams * width]` as `[batch, tokens, streams, width]`, normalised.
+    pub fn forward(&self, x: Tensor<B, 3>, to: Precision) -> Tensor<B, 4> {
+        let ([batch, tokens, _], [streams, width]) = (x.dims(), self.weight.dims());
+        let plain = Tensor::zeros([width], &x.device());
+        let x = B::offset_rms_norm(
+            x.reshape([batch, tokens, streams, width]),
+            plain,
+            self.eps,
+            Precision::Full,
+        );
+        B::round(x * self.weight.clone().reshape([1, 1, streams, width]), to)
+    }
+}

@@ -1,9 +1,11 @@
-//! `y = x * rsqrt(mean(x^2) + eps) * w * SiLU(z)` over the last axis; the weight is plain, not `1 + w`.
+//! `y = x * rsqrt(mean(x^2) + eps) * w * SiLU(z)` over the last axis; the weight is plain, not `1 + w`. Some models gate
+//! with `sigmoid(z)` instead.
 
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 
-use burn::tensor::{Tensor, activation::silu};
+use burn::tensor::Tensor;
+use burn::tensor::activation::{sigmoid, silu};
 
 use crate::backend::EvaluatorBackend;
 use crate::ops::{offset_rms_norm::normalise, widen};
@@ -19,6 +21,20 @@ pub fn reference<B: EvaluatorBackend, const D: usize>(
 ) -> Tensor<B, D> {
     B::round(
         normalise(widen(x), eps) * widen(weight).unsqueeze() * silu(widen(z)),
+        to,
+    )
+}
+
+/// The same with the gate `sigmoid(z)`.
+pub fn sigmoid_reference<B: EvaluatorBackend, const D: usize>(
+    x: Tensor<B, D>,
+    weight: Tensor<B, 1>,
+    z: Tensor<B, D>,
+    eps: f32,
+    to: Precision,
+) -> Tensor<B, D> {
+    B::round(
+        normalise(widen(x), eps) * widen(weight).unsqueeze() * sigmoid(widen(z)),
         to,
     )
 }
