@@ -386,12 +386,12 @@ impl<'a> Files<'a> {
         let target = target as usize;
         if let Some(reference) = &mut self.hidden_reference {
             // One per row: the record holds as many as the window has positions.
-            let own = reference.targets.next().unwrap_or(given[target]);
-            reference.head_error = reference
-                .head_error
-                .max((f64::from(own) - f64::from(given[target])).abs());
+            let recorded = reference.targets.next().unwrap_or(given[target]);
+            let error = (f64::from(recorded) - f64::from(given[target])).abs();
+            reference.head_error = reference.head_error.max(error);
             let agree = most_probable(given) == most_probable(row);
-            return Ok(Some(Position::of_rows([own, row[target]], agree, given, row)));
+            let targets = [given[target], row[target]];
+            return Ok(Some(Position::of_rows(targets, agree, given, row)));
         }
         let Some(reader) = &mut self.logits_reference else {
             return Ok(None);

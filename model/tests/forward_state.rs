@@ -235,9 +235,11 @@ fn whole_rows_hold_the_scores_and_the_head_of_given_states_gives_them_back() {
                 .rows(&window, &scores.hidden, &mut |row, given| {
                     assert_eq!((row.len(), row), (PUBLIC, given), "row {rows}");
                     let target = window.tokens[window.first_target + rows] as usize;
-                    assert_eq!(row[target].to_bits(), scores.logprobs[rows].to_bits(), "row {rows}");
+                    // The head that reduces and the one that does not add up the same terms in another order.
+                    let same = |a: f32, b: f32| assert!((a - b).abs() <= 2e-6 * (1.0 + b.abs()), "row {rows}: {a} {b}");
+                    same(row[target], scores.logprobs[rows]);
                     for top in 3 * rows..3 * rows + 3 {
-                        assert_eq!(row[scores.top_ids[top] as usize], scores.top_logprobs[top]);
+                        same(row[scores.top_ids[top] as usize], scores.top_logprobs[top]);
                     }
                     let mass: f64 = row.iter().map(|&lp| f64::from(lp).exp()).sum();
                     assert!((mass - 1.0).abs() < 1e-5, "row {rows} adds up to {mass}");
