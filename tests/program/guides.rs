@@ -12,7 +12,7 @@ enum Expected {
     Runs,
     /// Exit code 2 and the name of the option.
     NotInThisBuild,
-    /// Exit code 2 and these words: the option does not fit the demo model.
+    /// Exit code 2 and these words: the option belongs to another model, or its value is not in this build.
     Refused(&'static str),
 }
 
@@ -54,7 +54,7 @@ const OPTIONS: &[(&str, Expected)] = &[
     ("--lossless --prefill-chunk 4096", NotInThisBuild),
     ("--reference --prefill-chunk 4096", NotInThisBuild),
     ("--fast-path NAME", NotInThisBuild),
-    ("--expert-a4-activations", NotInThisBuild),
+    ("--expert-a4-activations", Refused("is for Qwen3.8-Flash-Next")),
     ("--a16-activations", NotInThisBuild),
     ("--rope-yarn-factor 1", NotInThisBuild),
     ("--rope-yarn", NotInThisBuild),
@@ -71,18 +71,18 @@ const OPTIONS: &[(&str, Expected)] = &[
     ("--gdn-state-fp16", NotInThisBuild),
     ("--mlp-a8-decode", NotInThisBuild),
     ("--devices 0,1", NotInThisBuild),
-    ("--ngram-volume FILE", NotInThisBuild),
+    ("--ngram-volume notes.txt", Refused("is for Qwen3.8-Flash-Next")),
     ("--expert-stripe FILE", NotInThisBuild),
-    ("--expert-residency host", NotInThisBuild),
-    ("--expert-cache-mib auto", NotInThisBuild),
+    ("--expert-residency host", Refused("is for Qwen3.8-Flash-Next")),
+    ("--expert-residency host --expert-cache-mib auto", Refused("is for Qwen3.8-Flash-Next")),
     ("--ngram-table PATH", NotInThisBuild),
-    ("--ngram-residency ram-hot", NotInThisBuild),
-    ("--ngram-io direct", NotInThisBuild),
-    ("--ngram-io-depth 64", NotInThisBuild),
+    ("--ngram-residency ram-hot", Refused("[possible values: disk, ram]")),
+    ("--ngram-io direct", Refused("[possible values: mmap, buffered]")),
+    ("--ngram-io buffered --ngram-io-depth 64", Refused("is for Qwen3.8-Flash-Next")),
     ("--ngram-hot-profile PATH", NotInThisBuild),
     ("--ngram-ram-mib 4096", NotInThisBuild),
-    ("--ngram-lock", NotInThisBuild),
-    ("--no-ngram-table", NotInThisBuild),
+    ("--ngram-residency ram --ngram-lock", Refused("is for Qwen3.8-Flash-Next")),
+    ("--no-ngram-table", Refused("is for Qwen3.8-Flash-Next")),
 ];
 
 /// The demo model with the positions of a long-context one: the demo checkpoint with another `max_position_embeddings`,
