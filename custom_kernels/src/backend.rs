@@ -10,7 +10,7 @@
 
 use std::fmt::Debug;
 
-use burn::tensor::{Tensor, backend::Backend};
+use burn::tensor::{Tensor, activation::silu, backend::Backend};
 
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
@@ -80,7 +80,7 @@ pub trait EvaluatorBackend: Backend {
         routing: &Routing<Self>,
         experts: &[Expert<Self::Weight>],
     ) -> Tensor<Self, 3> {
-        expert_feed_forward::grouped(x, routing, experts, Precision::Full)
+        expert_feed_forward::grouped(x, routing, experts, Precision::Full, |gate, up| silu(gate) * up)
     }
 
     /// RMS norm over the last axis with weight `1 + w`; see [`offset_rms_norm`].

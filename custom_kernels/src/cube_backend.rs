@@ -174,7 +174,9 @@ where
             DType::BF16 => Precision::Bf16,
             _ => Precision::Full,
         };
-        expert_feed_forward::grouped(x, routing, experts, inner)
+        expert_feed_forward::grouped(x, routing, experts, inner, |g, up| {
+            tensor(gate::launch(primitive(g), primitive(up), Gate::Swiglu, inner))
+        })
     }
 
     fn offset_rms_norm<const D: usize>(

@@ -5,12 +5,12 @@
 #![cfg(any(feature = "cuda", feature = "vulkan"))]
 
 use burn::tensor::{Tensor, TensorData};
-use perplexity_kernels::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, RotaryTable};
+use perplexity_kernels::backend::{DeltaHeads, EvaluatorBackend, Expert, HeadRequest, RotaryTable, Routing};
 use perplexity_kernels::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
     expand_weight::{self, Packing},
-    gated_delta_rule, gated_rms_norm, offset_rms_norm, project, quantize_rows, rotary, score_head, sigmoid_gate,
-    swiglu,
+    expert_feed_forward, gated_delta_rule, gated_rms_norm, offset_rms_norm, project, quantize_rows, rotary,
+    route_experts, score_head, sigmoid_gate, swiglu,
 };
 use perplexity_kernels::precision::Precision::{self, Bf16, F16, Full};
 
@@ -592,6 +592,57 @@ fn eight_bit_products<B: EvaluatorBackend>(upload: impl Fn(&[u8], [usize; 2]) ->
     }
 }
 
+/// Routed experts, each backend by its own router and by the reference's; idle and crowded experts among them.
+fn mixtures<B: EvaluatorBackend>() {
+    for (tokens, count, top_k, width, inner) in [(1, 1, 1, 16, 8), (33, 5, 2, 40, 24), (130, 16, 4, 64, 32)] {
+        let (shape, rows) = ([2, tokens, width], 2 * tokens);
+        let x = random(60, rows * width, 1.0);
+        let router = random(61, count * width, 0.5);
+        let matrices: Vec<[Vec<f32>; 2]> = (0..count as u64)
+            .map(|e| {
+                [
+                    random(62 + 2 * e, 2 * inner * width, 0.2),
+                    random(63 + 2 * e, width * inner, 0.2),
+                ]
+            })
+            .collect();
+        let expected = route_experts::reference::<Reference>(on(&x, shape), on(&router, [count, width]), top_k);
+        let actual = B::route_experts(narrow(&x, shape), &weight::<B>(&router, [count, width]), top_k);
+        let what = format!("{top_k} of {count} experts for {rows} rows");
+        let ids = expected.experts.to_data().convert::<i64>();
+        let chosen = actual.experts.into_data().convert::<i64>();
+        assert_eq!(chosen.to_vec::<i64>().unwrap(), ids.to_vec::<i64>().unwrap(), "{what}");
+        assert_close(&what, &values(actual.weights), &values(expected.weights.clone()), 1e-4);
+
+        let same = Routing {
+            experts: Tensor::from_data(ids, &Default::default()),
+            weights: on(&values(expected.weights.clone()), [rows, top_k]),
+        };
+        let expected =
+            expert_feed_forward::reference(on(&x, shape), &expected, &experts::<Reference>(&matrices, width, inner));
+        let experts = experts::<B>(&matrices, width, inner);
+        for (to, x) in [(Full, on(&x, shape)), (Bf16, narrow(&x, shape))] {
+            poison::<B>(rows * width);
+            let actual = values(B::expert_feed_forward(x, &same, &experts));
+            // Where rows are 16 bits wide, so is what stands between the products.
+            let limit = if to == Full { 2e-5 } else { 6e-3 };
+            assert_close(&format!("{what}, {to:?}"), &actual, &values(expected.clone()), limit);
+        }
+    }
+}
+
+fn weight<B: EvaluatorBackend>(values: &[f32], shape: [usize; 2]) -> B::Weight {
+    B::weight(values.to_vec(), shape, Bf16, &Default::default())
+}
+
+fn experts<B: EvaluatorBackend>(matrices: &[[Vec<f32>; 2]], width: usize, inner: usize) -> Vec<Expert<B::Weight>> {
+    let expert = |[gate_up, down]: &[Vec<f32>; 2]| Expert {
+        gate_up: weight::<B>(gate_up, [2 * inner, width]),
+        down: weight::<B>(down, [width, inner]),
+    };
+    matrices.iter().map(expert).collect()
+}
+
 /// One test per kernel on one backend.
 macro_rules! suite {
     ($name:ident, $backend:ty, $eight_bit:expr, [$($test:ident),*]) => {
@@ -629,7 +680,7 @@ suite!(
     vulkan,
     burn::backend::Vulkan<f32, i32, u8>,
     false,
-    [rounding, norms, gates, rotations, convolution, delta_rule, attention, cache, products, head]
+    [rounding, norms, gates, rotations, convolution, delta_rule, attention, cache, products, mixtures, head]
 );
 #[cfg(feature = "cuda")]
 suite!(
@@ -637,5 +688,5 @@ suite!(
     burn::backend::Cuda<f32, i32>,
     // Row scales of 8-bit operands are a feature of Hopper.
     perplexity_kernels::cuda::compute_capability(&Default::default()) == 9,
-    [rounding, norms, gates, rotations, convolution, delta_rule, attention, cache, products, head]
+    [rounding, norms, gates, rotations, convolution, delta_rule, attention, cache, products, mixtures, head]
 );

@@ -44,20 +44,22 @@ pub fn reference<B: EvaluatorBackend>(
         let weight = weight.reshape([batch, tokens, 1]).expand([batch, tokens, width]);
 
         let both = project::reference(x.clone(), B::dense(&expert.gate_up), Precision::Full);
-        let output = project::reference(activated(both), B::dense(&expert.down), Precision::Full);
+        let [gate, up]: [Tensor<B, 3>; 2] = both.chunk(2, 2).try_into().expect("two halves");
+        let output = project::reference(silu(gate) * up, B::dense(&expert.down), Precision::Full);
         y = y + (weight * output).mask_fill(idle, 0.0);
     }
     y
 }
 
-/// The same for backends that have nothing of their own: each chosen expert multiplies the rows that chose it, by
-/// [`EvaluatorBackend::project`]. The choices are read back once, to sort them. Between the products values exist at
-/// `inner`.
+/// The same for backends that have nothing of their own: the choices are read back once, to sort them; then each chosen
+/// expert multiplies the rows that chose it, by [`EvaluatorBackend::project`], and everything else is done for all of them
+/// at once. Between the products values exist at `inner`; `activate` gives `SiLU(gate) * up` in it.
 pub fn grouped<B: EvaluatorBackend>(
     x: Tensor<B, 3>,
     routing: &Routing<B>,
     experts: &[Expert<B::Weight>],
     inner: Precision,
+    activate: impl Fn(Tensor<B, 3>, Tensor<B, 3>) -> Tensor<B, 3>,
 ) -> Tensor<B, 3> {
     let ([batch, tokens, width], [rows, top_k], device) = (x.dims(), routing.weights.dims(), x.device());
     let indices = |values: Vec<usize>| {
@@ -70,18 +72,20 @@ pub fn grouped<B: EvaluatorBackend>(
     // Choices `row * top_k + place`, by expert, then row.
     let mut order: Vec<usize> = (0..ids.len()).collect();
     order.sort_by_key(|&choice| ids[choice]);
-    let sorted = x.reshape([rows, width]);
-    let sorted = sorted.select(0, indices(order.iter().map(|choice| choice / top_k).collect()));
-    let mut first = 0;
-    let outputs = order.chunk_by(|a, b| ids[*a] == ids[*b]).map(|same| {
-        let own = sorted.clone().slice([first..first + same.len(), 0..width]);
-        first += same.len();
-        let expert = &experts[ids[same[0]] as usize];
-        let both = B::project(own.unsqueeze::<3>(), &expert.gate_up, inner);
-        let output = B::project(B::round(activated(both), inner), &expert.down, inner);
-        output.squeeze_dim::<2>(0)
-    });
-    let outputs = Tensor::cat(outputs.collect(), 0);
+    // `x W^T` of sorted rows, each with its own expert's `W`.
+    let product = |x: Tensor<B, 2>, matrix: fn(&Expert<B::Weight>) -> &B::Weight| {
+        let mut first = 0;
+        let parts = order.chunk_by(|a, b| ids[*a] == ids[*b]).map(|same| {
+            let own = x.clone().slice([first..first + same.len()]).unsqueeze::<3>();
+            first += same.len();
+            B::project(own, matrix(&experts[ids[same[0]] as usize]), inner)
+        });
+        Tensor::cat(parts.collect(), 1)
+    };
+    let sorted = indices(order.iter().map(|choice| choice / top_k).collect());
+    let both = product(x.reshape([rows, width]).select(0, sorted), |expert| &expert.gate_up);
+    let [gate, up]: [Tensor<B, 3>; 2] = both.chunk(2, 2).try_into().expect("two halves");
+    let outputs = product(activate(gate, up).squeeze_dim::<2>(0), |expert| &expert.down).squeeze_dim::<2>(0);
 
     // Row by row in ascending expert, which is the order of the sorted positions.
     let mut position = vec![0; order.len()];
@@ -102,10 +106,4 @@ pub fn grouped<B: EvaluatorBackend>(
         y = y + weight * widen(outputs.clone().select(0, at));
     }
     y.reshape([batch, tokens, width])
-}
-
-/// `SiLU` of the first half of the last axis times the second.
-fn activated<B: EvaluatorBackend>(both: Tensor<B, 3>) -> Tensor<B, 3> {
-    let [gate, up]: [Tensor<B, 3>; 2] = widen(both).chunk(2, 2).try_into().expect("two halves");
-    silu(gate) * up
 }
