@@ -98,6 +98,8 @@ pub(crate) struct ScoreArgs {
     #[command(flatten)]
     pub(crate) route: RouteArgs,
     #[command(flatten)]
+    pub(crate) rope: RopeArgs,
+    #[command(flatten)]
     pub(crate) flash_next: FlashNextArgs,
     #[command(flatten)]
     pub(crate) unbuilt: Unbuilt,
@@ -162,6 +164,21 @@ pub(crate) struct DeviceArgs {
     /// Windows per forward pass: a number or auto
     #[arg(long, value_name = "N", default_value = "auto", allow_negative_numbers = true)]
     pub(crate) batch: String,
+    /// Round the output head to 4 bits on loading (q4_g64_fp16)
+    #[arg(long, conflicts_with = "lm_head_q6")]
+    pub(crate) lm_head_q4: bool,
+    /// Round the output head to 6 bits on loading (q6_g64_fp16)
+    #[arg(long)]
+    pub(crate) lm_head_q6: bool,
+    /// Round the token embedding to 4 bits on loading (q4_g64_fp16)
+    #[arg(long, conflicts_with = "embedding_q6")]
+    pub(crate) embedding_q4: bool,
+    /// Round the token embedding to 6 bits on loading (q6_g64_fp16)
+    #[arg(long)]
+    pub(crate) embedding_q6: bool,
+    /// Keep the Gated DeltaNet state in FP16, rounded every 64 tokens
+    #[arg(long)]
+    pub(crate) gdn_state_fp16: bool,
 }
 
 #[derive(Debug, Args)]
@@ -211,12 +228,59 @@ pub(crate) enum EmulationLevel {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Prefill and numerical route")]
 pub(crate) struct RouteArgs {
-    /// Tokens per prefill pass, a multiple of 128 [default: 1024; Qwen3.8-Flash-Next: 16384]
+    /// Tokens per prefill pass, a multiple of 128; whole waves of prompt attention with int8, nvfp4, fp8 and k8v4 KV
+    /// [default: 1024; Qwen3.8-Flash-Next: 16384]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) prefill_chunk: Option<u32>,
+    /// Tokens of such a wave, a multiple of 128 [default: 128 floor(170 / heads), the card of published figures]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) attention_wave: Option<u32>,
     /// normal: bf16 at the model's boundaries; exact: float32 without rounding in between
     #[arg(long, value_name = "ROUTE", default_value = "normal")]
     pub(crate) route: String,
+    /// 16-bit activations in every projection, whatever the model permits
+    #[arg(long)]
+    pub(crate) a16_activations: bool,
+    /// No 8-bit integer activations; FP8 and NVFP4 ones stay
+    #[arg(long)]
+    pub(crate) no_prefill_a8: bool,
+    /// How 4-bit activations are rounded: as the engine does or as ModelOpt does
+    #[arg(long, value_name = "RULE", value_enum, default_value = "engine")]
+    pub(crate) a4_rounding: A4Rounding,
+    /// 8-bit activations while decoding: accepted, without effect on scoring
+    #[arg(long)]
+    pub(crate) mlp_a8_decode: bool,
+}
+
+/// The order of operations that makes 4-bit activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum A4Rounding {
+    /// Scale from the divisor times the largest magnitude
+    Engine,
+    /// Scale from the largest magnitude over six input scales
+    Modelopt,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "RoPE")]
+pub(crate) struct RopeArgs {
+    /// YaRN at a fixed factor, from 1 to 4; windows may be that many times the native one, at most 1048576 [default: 1]
+    #[arg(long, value_name = "F", allow_negative_numbers = true, conflicts_with_all = ["rope_yarn", "rope_scaling_factor"])]
+    pub(crate) rope_yarn_factor: Option<f64>,
+    /// YaRN at factor context / native window, where that is above 1
+    #[arg(long, conflicts_with = "rope_scaling_factor")]
+    pub(crate) rope_yarn: bool,
+    /// Positions past the original context advance by 1 / F, from 1 to 32; windows up to 4 times the native one [default: 1]
+    #[arg(long, value_name = "F", allow_negative_numbers = true)]
+    pub(crate) rope_scaling_factor: Option<f64>,
+    /// The last position that keeps its angles [default: the native window]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        requires = "rope_scaling_factor"
+    )]
+    pub(crate) rope_scaling_original_context: Option<u32>,
 }
 
 #[derive(Debug, Args)]
@@ -278,6 +342,9 @@ pub(crate) struct ConvertArgs {
     /// A recipe's name, or a TOML file with an own mix
     #[arg(long, value_name = "NAME|FILE")]
     pub(crate) recipe: String,
+    /// Score this UTF-8 text with the checkpoint and set the divisors of 4-bit activations by what it shows
+    #[arg(long, value_name = "TEXT", value_hint = ValueHint::FilePath)]
+    pub(crate) calibrate: Option<PathBuf>,
     /// Public model name in the artifact [default: the checkpoint directory's name]
     #[arg(long, value_name = "NAME")]
     pub(crate) name: Option<String>,

@@ -1,27 +1,34 @@
 //! `convert`: a Hugging Face checkpoint becomes an artifact.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
 use perplexity_eval::files::check_folders;
-use perplexity_eval::humanize::{bytes, duration};
+use perplexity_eval::humanize::{bytes, count, duration};
 use perplexity_eval::progress::bar;
+use perplexity_eval::text::Text;
 use perplexity_model::convert::{ConvertOptions, Progress, Recipe, convert};
+use perplexity_model::source::{self, TextSource};
+use perplexity_model::tokenizer::{AddedTokens, TextTokenizer};
+use serde_json::json;
 
 use crate::args::ConvertArgs;
 use crate::log::Log;
-use crate::options::{UsageError, positive, require_directory};
+use crate::options::{UsageError, positive, require_directory, require_file};
 use crate::{Failure, limit_threads};
 
 /// Cells of the progress bar; with the rest of the line it fits 80 columns.
 const BAR_CELLS: usize = 16;
+/// Tokens of a calibration window, or fewer in a model with fewer positions.
+const CALIBRATION_WINDOW: usize = 1024;
 /// No estimate before this share is done: it would only frighten.
 const ESTIMATE_FROM: f64 = 0.05;
 
 /// Writes the artifact that `args` ask for.
 pub(crate) fn run(args: &ConvertArgs, log: &Log) -> Result<(), Failure> {
     limit_threads(positive("--threads", args.threads)?)?;
-    let options = ConvertOptions {
+    let mut options = ConvertOptions {
         name: args.name.clone(),
         ..ConvertOptions::new(recipe(&args.recipe)?)
     };
@@ -29,6 +36,14 @@ pub(crate) fn run(args: &ConvertArgs, log: &Log) -> Result<(), Failure> {
     check_folders(&[("OUT.ninfer", &args.out)]).map_err(UsageError::Files)?;
     if args.out.exists() {
         return Err(UsageError::ArtifactExists(args.out.clone()).into());
+    }
+    if let Some(text) = &args.calibrate {
+        if !options.recipe.permits_a4() {
+            let recipe = options.recipe.name().to_owned();
+            return Err(UsageError::NothingToCalibrate { recipe }.into());
+        }
+        require_file("--calibrate", text)?;
+        calibrate(&args.checkpoint, text, &mut options, log)?;
     }
     log.info(format_args!(
         "converting {} | recipe {}",
@@ -61,6 +76,68 @@ pub(crate) fn run(args: &ConvertArgs, log: &Log) -> Result<(), Failure> {
         log.info(format_args!("wrote {}", file.display()));
     }
     Ok(())
+}
+
+/// Takes the activation divisors from a pass of the checkpoint over `text`.
+fn calibrate(checkpoint: &Path, text: &Path, options: &mut ConvertOptions, log: &Log) -> Result<(), Failure> {
+    let read = Text::read(text).map_err(Failure::failed)?;
+    let source = source::open(checkpoint).map_err(Failure::failed)?;
+    if source.config().flash_next.is_some() {
+        return Err(UsageError::NotForFlashNext("calibrate").into());
+    }
+    let tokenizer = TextTokenizer::from_source(source.as_ref(), AddedTokens::Match).map_err(Failure::failed)?;
+    let ids = tokenizer.encode(&read.text).map_err(Failure::failed)?;
+    let window = CALIBRATION_WINDOW.min(source.config().max_position_embeddings);
+    let windows: Vec<&[u32]> = ids.chunks(window).collect();
+    let began = Instant::now();
+    log.info(format_args!(
+        "calibrating on {} | {} tokens",
+        text.display(),
+        count(ids.len() as u64)
+    ));
+    log.begin_progress("loading the checkpoint");
+    let mut show = |tokens: usize| {
+        log.progress(|| {
+            let all = ids.len();
+            let share = tokens as f64 / all as f64;
+            format!(
+                "calibrating | {} {:.0} % | {tokens} of {all} tokens",
+                bar(share, BAR_CELLS),
+                100.0 * share
+            )
+        });
+    };
+    let divisors = activation_divisors(source.as_ref(), &windows, &mut show)?;
+    log.clear_progress();
+    let (inputs, seconds) = (divisors.len(), began.elapsed().as_secs_f64());
+    log.info(format_args!("calibrated {inputs} inputs | {}", duration(seconds)));
+    options.calibration = json!({
+        "text": text.file_name().map(|name| name.to_string_lossy()),
+        "sha256": read.sha256,
+        "tokens": ids.len(),
+        "window": window,
+        "rule": "448 * 6 / max|x|",
+    });
+    options.activation_divisors = divisors;
+    Ok(())
+}
+
+#[cfg(feature = "flex")]
+fn activation_divisors(
+    source: &dyn TextSource,
+    windows: &[&[u32]],
+    progress: &mut dyn FnMut(usize),
+) -> Result<BTreeMap<String, f32>, Failure> {
+    perplexity_model::backends::flex::activation_divisors(source, windows, progress).map_err(Failure::failed)
+}
+
+#[cfg(not(feature = "flex"))]
+fn activation_divisors(
+    _: &dyn TextSource,
+    _: &[&[u32]],
+    _: &mut dyn FnMut(usize),
+) -> Result<BTreeMap<String, f32>, Failure> {
+    Err(UsageError::OptionNotBuilt("calibrate").into())
 }
 
 /// A built-in recipe by name, or the mix of a TOML file.

@@ -110,6 +110,21 @@ impl KvCache {
         self.codec.as_ref()
     }
 
+    /// Whether an engine would run this cache in whole waves of its fast prompt attention.
+    pub(crate) fn prefills_in_waves(&self) -> bool {
+        let Some(KvOptions { dtype, emulation, .. }) = &self.codec else {
+            return false;
+        };
+        let original = matches!(emulation, Emulation::Kernel(kernel) if kernel.original_int8);
+        std::iter::once(&dtype.default)
+            .chain(dtype.layers.values())
+            .any(|pair| match pair.name.split('@').next() {
+                Some("int8") => !original,
+                Some("nvfp4" | "fp8" | "k8v4") => true,
+                _ => false,
+            })
+    }
+
     /// Name written to reports.
     pub(crate) fn recorded(&self) -> String {
         match &self.codec {

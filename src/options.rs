@@ -18,6 +18,9 @@ use perplexity_model::route::Route;
 use crate::args::ScoreArgs;
 use crate::flash_next::{self, FlashNext, FlashNextUsageError};
 use crate::kv::{KvCache, KvUsageError};
+use crate::precision::Narrowing;
+use crate::prefill::Prefill;
+use crate::rope::{Rope, RopeUsageError};
 
 /// The demo: a small trained model and texts that ship in the repository.
 const DEMO_ARTIFACT: &str = "tests/data/demo.ninfer";
@@ -30,13 +33,10 @@ const DEMO_STRIDE: u32 = 512;
 const DEFAULT_CONTEXT: u32 = 4096;
 /// Stays what it is whatever the context, so that two runs with the same options are the same protocol.
 const DEFAULT_STRIDE: u32 = 2048;
-const DEFAULT_PREFILL_CHUNK: u32 = 1024;
 /// Threads beyond which a machine only waits for itself.
 const MOST_THREADS: u32 = 512;
 /// Tokens per position of a written reference: the most that its readers take.
 const TOP_TOKENS: u32 = 64;
-/// Passes are whole tiles of prompt attention.
-const PREFILL_CHUNK_MULTIPLE: u32 = 128;
 
 /// A command line that cannot be carried out as typed.
 #[derive(Debug, thiserror::Error)]
@@ -53,8 +53,8 @@ pub(crate) enum UsageError {
     FlashNext(#[from] FlashNextUsageError),
     #[error(transparent)]
     Files(#[from] FilesError),
-    #[error("--context {context} is more than the model's {positions} positions")]
-    BeyondPositions { context: usize, positions: usize },
+    #[error(transparent)]
+    Rope(#[from] RopeUsageError),
     #[error("{option} {value:?} is not known; expected {expected}")]
     UnknownValue {
         option: &'static str,
@@ -67,6 +67,8 @@ pub(crate) enum UsageError {
         value: u32,
         expected: String,
     },
+    #[error("--{0} is not in this build for Qwen3.8-Flash-Next")]
+    NotForFlashNext(&'static str),
     #[error("no text to score: pass --corpus MANIFEST or --text FILE")]
     NoText,
     #[error("no model to score {0} with: pass the artifact or the checkpoint directory first")]
@@ -77,6 +79,8 @@ pub(crate) enum UsageError {
         "no artifact given and no demo found: {missing} is in neither the working directory nor a folder above it; run inside a clone of the repository, or pass ARTIFACT and --corpus MANIFEST or --text FILE"
     )]
     NoDemo { missing: &'static str },
+    #[error("--calibrate is for recipes with 4-bit activations; {recipe} permits none")]
+    NothingToCalibrate { recipe: String },
     #[error("{0:?} exists already; convert never overwrites an artifact")]
     ArtifactExists(PathBuf),
     #[error("{what} {path:?} does not exist")]
@@ -165,10 +169,12 @@ pub(crate) struct ScoreOptions {
     /// Windows per forward pass, and the files to compare with and to write.
     pub(crate) evaluation: evaluate::Options,
     pub(crate) kv: KvCache,
-    pub(crate) prefill_chunk: usize,
     /// Whether the pass size, and with it the batch, is left to the model.
     default_pass: [bool; 2],
     pub(crate) flash_next: FlashNext,
+    pub(crate) prefill: Prefill,
+    pub(crate) rope: Rope,
+    pub(crate) precision: Narrowing,
     pub(crate) route: Route,
     pub(crate) output: Option<PathBuf>,
     /// Where finished windows are kept until the run is done.
@@ -197,10 +203,10 @@ impl ScoreOptions {
         };
         let route = route(&args.route.route)?;
         let protocol = Protocol::new(kind, context, stride)?;
-        let prefill_chunk = prefill_chunk(args.route.prefill_chunk)?;
+        let prefill = Prefill::resolve(&args.route)?;
         let comparison = &args.comparison;
         let evaluation = evaluate::Options {
-            batch: batch(&args.device.batch, prefill_chunk, protocol)?,
+            batch: batch(&args.device.batch, prefill.tokens, protocol)?,
             shard: args.protocol.shard.unwrap_or_default(),
             save_top_tokens: comparison.save_top_tokens.clone().map(|path| SaveTopTokens {
                 path,
@@ -229,9 +235,11 @@ impl ScoreOptions {
             threads: threads(args.device.threads)?,
             evaluation,
             kv: KvCache::resolve(&args.kv, route)?,
-            prefill_chunk,
             default_pass: [args.route.prefill_chunk.is_none(), args.device.batch == "auto"],
             flash_next: FlashNext::resolve(&args.flash_next, route)?,
+            prefill,
+            rope: Rope::resolve(&args.rope)?,
+            precision: Narrowing::resolve(&args.device, &args.route, route.narrows_activations()),
             route,
             output: args.output.output.clone(),
             resume: args.output.resume.clone(),
@@ -269,9 +277,9 @@ impl ScoreOptions {
         let mut options = self.clone();
         let [default_chunk, default_batch] = self.default_pass;
         if config.flash_next.is_some() && default_chunk {
-            options.prefill_chunk = flash_next::PREFILL_CHUNK;
+            options.prefill.tokens = flash_next::PREFILL_CHUNK;
             if default_batch {
-                options.evaluation.batch = (options.prefill_chunk / self.protocol.context()).max(1);
+                options.evaluation.batch = (options.prefill.tokens / self.protocol.context()).max(1);
             }
         }
         options
@@ -424,19 +432,6 @@ fn batch(text: &str, prefill_chunk: usize, protocol: Protocol) -> Result<usize, 
         expected: "auto or a number of windows, at least 1".to_owned(),
     };
     text.parse::<NonZeroUsize>().map(NonZeroUsize::get).map_err(unknown)
-}
-
-fn prefill_chunk(typed: Option<u32>) -> Result<usize, UsageError> {
-    let tokens = typed.unwrap_or(DEFAULT_PREFILL_CHUNK);
-    if tokens == 0 || !tokens.is_multiple_of(PREFILL_CHUNK_MULTIPLE) {
-        let expected = format!("a multiple of {PREFILL_CHUNK_MULTIPLE}");
-        return Err(UsageError::OutOfRange {
-            option: "--prefill-chunk",
-            value: tokens,
-            expected,
-        });
-    }
-    Ok(tokens as usize)
 }
 
 /// Hidden states are saved as the route has them: rounded to bf16, or not at all.
@@ -614,7 +609,7 @@ mod tests {
     fn defaults_are_the_published_ones() {
         let options = resolve("MODEL --text TEXT").unwrap();
         assert_eq!(options.protocol, sliding(4096, 2048));
-        assert_eq!((options.prefill_chunk, options.kv.recorded().as_str()), (1024, "bf16"));
+        assert_eq!((options.prefill.tokens, options.kv.recorded().as_str()), (1024, "bf16"));
         assert_eq!(
             (options.evaluation.batch, options.threads, options.chunks),
             (1, None, None)
@@ -649,16 +644,17 @@ mod tests {
             refusal("--prefill-chunk 100"),
             "--prefill-chunk 100 is out of range: a multiple of 128"
         );
+        assert_eq!(
+            refusal("--attention-wave 64"),
+            "--attention-wave 64 is out of range: a multiple of 128"
+        );
         assert!(resolve("MODEL --text TEXT --context 2048 --disjoint").is_ok());
         assert!(resolve("MODEL --text TEXT --context 2 --stride 1").is_ok());
     }
 
     #[test]
     fn what_is_not_built_is_said_and_what_is_unknown_lists_the_known() {
-        assert_eq!(
-            refusal("--rope-yarn-factor 2"),
-            "--rope-yarn-factor is not in this build"
-        );
+        assert_eq!(refusal("--devices 0,1"), "--devices is not in this build");
         assert_eq!(refusal("--lossless"), "--lossless is not in this build");
         assert_eq!(
             refusal("--fast-path a --fast-path b"),

@@ -20,6 +20,7 @@ use perplexity_model::backends;
 use perplexity_model::config::TextConfig;
 use perplexity_model::experts::CacheStatistics;
 use perplexity_model::inspect::Inspection;
+use perplexity_model::rope::RopeExtension;
 use perplexity_model::route::Route;
 use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Window};
 use perplexity_model::signature::prefill_signature;
@@ -31,6 +32,7 @@ use crate::Failure;
 use crate::flash_next;
 use crate::log::Log;
 use crate::options::{Device, Input, ScoreOptions, UsageError};
+use crate::precision::Narrowing;
 
 /// Scores what `options` name, writes `report.json` and returns the table for standard output.
 pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure> {
@@ -42,11 +44,17 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     check_apart(options, &text, source.as_ref())?;
     notes.extend(source.notes());
     notes.extend(options.flash_next.notes());
+    notes.extend(options.precision.note());
     for note in &notes {
         log.warning(note);
     }
     let options = &options.for_model(source.config());
-    check_positions(options, source.config())?;
+    let context = options.protocol.context();
+    let extension = options
+        .rope
+        .extension(source.config(), context)
+        .map_err(UsageError::Rope)?;
+    options.precision.check(source.config())?;
     options
         .flash_next
         .check(source.config())
@@ -87,7 +95,13 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         ..options.evaluation.clone()
     };
     let artifact = artifact(options, source.as_ref(), &model, &signature)?;
-    let mut settings = settings(options, source.config(), longest);
+    let load_options = options
+        .precision
+        .load_options(source.as_ref())
+        .map_err(Failure::failed)?;
+    log.info(Narrowing::line(&load_options));
+    let mut settings = settings(options, source.config(), extension, longest);
+    options.precision.record(&mut settings, &load_options);
     options.flash_next.record(&mut settings, source.as_ref(), options.route);
     let state = options.resume.as_ref().map(|path| {
         let identity = resume::identity(&plan, &artifact, &settings, &evaluation);
@@ -110,7 +124,19 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     let directory = output_directory(options, &plan, &model.name, &signature).map_err(Failure::failed)?;
     let load = Instant::now();
     log.info(format_args!("loading weights | {}", bytes(model.bytes)));
-    let mut scorer = load_model(options, source.as_ref(), tokenizer.public_tokens())?;
+    let scorer_options = ScorerOptions {
+        route: options.route,
+        kv: options.kv.codec().cloned(),
+        rope: extension,
+        load: load_options,
+        delta_state_f16: options.precision.delta_state_f16(),
+        prefill_chunk: options.prefill.effective(&options.kv, source.config()),
+        batch: options.evaluation.batch,
+        threads: options.threads.map(usize::from),
+        public_tokens: tokenizer.public_tokens(),
+        flash_next: options.flash_next.options().clone(),
+    };
+    let mut scorer = load_model(options.device, source.as_ref(), &scorer_options)?;
     let cache = Arc::clone(&scorer.cache);
     let load_seconds = load.elapsed().as_secs_f64();
     let speed = bytes((model.bytes as f64 / load_seconds) as u64);
@@ -205,15 +231,6 @@ fn check_apart(options: &ScoreOptions, text: &CorpusText, source: &dyn TextSourc
     Ok(options.check_apart(&others)?)
 }
 
-/// A window must fit the positions that the model was made for.
-fn check_positions(options: &ScoreOptions, config: &TextConfig) -> Result<(), UsageError> {
-    let (context, positions) = (options.protocol.context(), config.max_position_embeddings);
-    if context > positions {
-        return Err(UsageError::BeyondPositions { context, positions });
-    }
-    Ok(())
-}
-
 /// What is asked for, or a new directory named after the run.
 fn output_directory(
     options: &ScoreOptions,
@@ -239,25 +256,16 @@ fn output_directory(
     OutputDirectory::create(&output::default_directory(&run, SystemTime::now()))
 }
 
-fn load_model(options: &ScoreOptions, source: &dyn TextSource, public_tokens: usize) -> Result<Adapter, Failure> {
-    let scorer_options = ScorerOptions {
-        route: options.route,
-        kv: options.kv.codec().cloned(),
-        prefill_chunk: options.prefill_chunk,
-        batch: options.evaluation.batch,
-        threads: options.threads.map(usize::from),
-        public_tokens,
-        flash_next: options.flash_next.options().clone(),
-    };
-    let loaded = match options.device {
+fn load_model(device: Device, source: &dyn TextSource, options: &ScorerOptions) -> Result<Adapter, Failure> {
+    let loaded = match device {
         #[cfg(feature = "ndarray")]
-        Device::NdArray => backends::ndarray::load(source, &scorer_options),
+        Device::NdArray => backends::ndarray::load(source, options),
         #[cfg(feature = "flex")]
-        Device::Flex => backends::flex::load(source, &scorer_options),
+        Device::Flex => backends::flex::load(source, options),
         #[cfg(feature = "cuda")]
-        Device::Cuda(n) => backends::cuda::load(source, &scorer_options, n),
+        Device::Cuda(n) => backends::cuda::load(source, options, n),
         #[cfg(feature = "vulkan")]
-        Device::Vulkan(_) => backends::vulkan::load(source, &scorer_options),
+        Device::Vulkan(_) => backends::vulkan::load(source, options),
         #[allow(unreachable_patterns, reason = "not every build has every device")]
         other => return Err(UsageError::DeviceNotBuilt(other).into()),
     };
@@ -416,16 +424,15 @@ fn build() -> Build {
     }
 }
 
-fn settings(options: &ScoreOptions, config: &TextConfig, longest: usize) -> Settings {
+fn settings(options: &ScoreOptions, config: &TextConfig, rope: RopeExtension, longest: usize) -> Settings {
     let index = options.device.index().and_then(|n| i64::try_from(n).ok());
     let mut settings = Settings {
         backend: options.device.to_string(),
         device: index.unwrap_or(0),
         devices: index.into_iter().collect(),
         route: options.route.name().into(),
-        prefill_chunk_tokens: options.prefill_chunk as u64,
         // The head runs once per pass.
-        score_tile_tokens: options.prefill_chunk as u64,
+        score_tile_tokens: options.prefill.effective(&options.kv, config) as u64,
         logits_dtype: match options.route {
             Route::Normal => "bf16",
             Route::Exact => "f32",
@@ -435,6 +442,8 @@ fn settings(options: &ScoreOptions, config: &TextConfig, longest: usize) -> Sett
         ..Settings::default()
     };
     options.kv.record(&mut settings, config, longest);
+    options.prefill.record(&mut settings, &options.kv, config);
+    options.rope.record(&mut settings, rope);
     settings
 }
 

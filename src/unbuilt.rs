@@ -23,31 +23,18 @@ const fn row(heading: &'static str, long: &'static str, value: &'static str, hel
 
 const DEVICE: &str = "Model and device";
 const ROUTE: &str = "Prefill and numerical route";
-const ROPE: &str = "RoPE";
 const FLASH_NEXT: &str = "Qwen3.8-Flash-Next";
 
 #[rustfmt::skip]
 const ROWS: &[Row] = &[
     row(DEVICE, "devices", "A,B,...", "Pipeline stages, one per GPU"),
-    row(DEVICE, "lm-head-q4", "", "Output head at 4 bits"),
-    row(DEVICE, "lm-head-q6", "", "Output head at 6 bits"),
-    row(DEVICE, "embedding-q4", "", "Token embedding at 4 bits"),
-    row(DEVICE, "embedding-q6", "", "Token embedding at 6 bits"),
     row(DEVICE, "mtp-experts-q4", "", "Experts of the multi-token predictor at 4 bits"),
-    row(DEVICE, "gdn-state-fp16", "", "Gated DeltaNet state in FP16"),
     row(ROUTE, "reproducible", "", "No fast path: the same bits for every pass size, batch and thread count"),
     row(ROUTE, "lossless", "", "Every operation correctly rounded, one pass per window, bf16 KV, FP32 logits"),
     row(ROUTE, "reference", "", "Lossless with exactly the declared lossy steps"),
     row(ROUTE, "fast-path", "NAME", "Also run this fast path (repeatable)"),
-    row(ROUTE, "a16-activations", "", "16-bit activations in every linear layer"),
     row(ROUTE, "prefill-cublas", "", "Score through the cuBLAS prefill route"),
     row(ROUTE, "no-prefill-cublas-projections", "", "Keep input projections off the cuBLAS route"),
-    row(ROUTE, "no-prefill-a8", "", "No 8-bit activations in prefill"),
-    row(ROUTE, "mlp-a8-decode", "", "8-bit activations while decoding"),
-    row(ROPE, "rope-yarn-factor", "F", "YaRN at a fixed factor, from 1 to 4"),
-    row(ROPE, "rope-yarn", "", "YaRN at factor context / native window"),
-    row(ROPE, "rope-scaling-factor", "F", "Linear interpolation past the original context, from 1 to 32"),
-    row(ROPE, "rope-scaling-original-context", "N", "Where the interpolation begins"),
     row(FLASH_NEXT, "expert-stripe", "FILE", "Second copy of the experts, on another disk"),
     row(FLASH_NEXT, "ngram-table", "PATH", "n-gram table for models published without theirs"),
     row(FLASH_NEXT, "ngram-hot-profile", "PATH", "Rows to keep with ram-hot"),

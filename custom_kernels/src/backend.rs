@@ -14,13 +14,14 @@ use burn::tensor::{Tensor, activation::silu, backend::Backend};
 
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
-    gated_rms_norm, offset_rms_norm, project, rotary, round, route_experts, score_head, sigmoid_gate, sparse_attention,
-    swiglu,
+    gated_rms_norm, offset_rms_norm, project, quantize_rows, rotary, round, route_experts, score_head, sigmoid_gate,
+    sparse_attention, swiglu,
 };
 use crate::precision::Precision;
 
 pub use crate::ops::expert_feed_forward::Expert;
 pub use crate::ops::gated_delta_rule::DeltaHeads;
+pub use crate::ops::quantize_rows::ActivationFormat;
 pub use crate::ops::rotary::RotaryTable;
 pub use crate::ops::route_experts::Routing;
 pub use crate::ops::score_head::{HeadRequest, HeadScores};
@@ -81,6 +82,11 @@ pub trait EvaluatorBackend: Backend {
         experts: &[Expert<Self::Weight>],
     ) -> Tensor<Self, 3> {
         expert_feed_forward::grouped(x, routing, experts, Precision::Full, |gate, up| silu(gate) * up)
+    }
+
+    /// The rows of `x` `[batch, tokens, in]` as `format` represents them, in float32; see [`quantize_rows`].
+    fn quantize_rows(x: Tensor<Self, 3>, format: ActivationFormat) -> Tensor<Self, 3> {
+        quantize_rows::reference(x, format)
     }
 
     /// RMS norm over the last axis with weight `1 + w`; see [`offset_rms_norm`].

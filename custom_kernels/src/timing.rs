@@ -18,6 +18,8 @@ pub enum Operation {
     RouteExperts,
     /// Routed experts, their sum included.
     ExpertFeedForward,
+    /// Narrowing the inputs of a product.
+    QuantizeRows,
     /// Both RMS norms.
     Norm,
     /// Rotary embedding.
@@ -39,13 +41,14 @@ pub enum Operation {
 }
 
 /// Every operation, in declaration order.
-pub const OPERATIONS: [Operation; 15] = [
+pub const OPERATIONS: [Operation; 16] = [
     Operation::Round,
     Operation::EmbedTokens,
     Operation::Project,
     Operation::Swiglu,
     Operation::RouteExperts,
     Operation::ExpertFeedForward,
+    Operation::QuantizeRows,
     Operation::Norm,
     Operation::Rotary,
     Operation::Convolution,

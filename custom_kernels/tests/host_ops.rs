@@ -2,10 +2,15 @@
 //! operations on random data of awkward sizes.
 #![cfg(feature = "flex")]
 
+mod vectors;
+
 use burn::tensor::{Tensor, TensorData, activation::silu};
 use burn_flex::Flex;
-use perplexity_kernels::backend::{BlockSelection, DeltaHeads, Expert, HeadRequest, RotaryTable, Routing};
+use perplexity_kernels::backend::{
+    ActivationFormat, BlockSelection, DeltaHeads, Expert, HeadRequest, RotaryTable, Routing,
+};
 use perplexity_kernels::ops::mixture_of_experts::{Mixture, mixture};
+use perplexity_kernels::ops::quantize_rows::{self, Nvfp4Rounding};
 use perplexity_kernels::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
     gated_rms_norm, offset_rms_norm, project, rotary, round, route_experts, score_head, sigmoid_gate, sparse_attention,
@@ -123,6 +128,117 @@ fn projections_equal_the_reference() {
             1e-5,
             &what,
         );
+    }
+}
+
+const ENGINE: Nvfp4Rounding = Nvfp4Rounding::Engine;
+const MODEL_OPT: Nvfp4Rounding = Nvfp4Rounding::ModelOpt;
+
+fn nvfp4(divisor: f32, rounding: Nvfp4Rounding) -> ActivationFormat {
+    ActivationFormat::Nvfp4 { divisor, rounding }
+}
+
+/// The CPU's and the reference's values for `x`; they must be the same.
+#[track_caller]
+fn narrowed(x: &[f32], width: usize, format: ActivationFormat) -> Vec<f32> {
+    let x = || of(x.to_vec(), [1, x.len() / width, width]);
+    let host = vec(B::quantize_rows(x(), format));
+    let reference = vec(quantize_rows::reference(x(), format));
+    for (i, (host, reference)) in host.iter().zip(&reference).enumerate() {
+        let same = host == reference || host.is_nan() && reference.is_nan();
+        assert!(same, "{format:?}: element {i} is {host}, the reference has {reference}");
+    }
+    host
+}
+
+#[test]
+fn narrowed_activations_have_the_bits_of_their_definitions() {
+    let floats = |words: &[u32]| words.iter().map(|word| f32::from_bits(*word)).collect::<Vec<_>>();
+    let row = floats(&vectors::ROW);
+    for (format, words) in [
+        (ActivationFormat::Fp8, vectors::FP8),
+        (nvfp4(1.0, ENGINE), vectors::NVFP4_ENGINE_1),
+        (nvfp4(123.4, ENGINE), vectors::NVFP4_ENGINE),
+        (nvfp4(123.4, MODEL_OPT), vectors::NVFP4_MODELOPT),
+        (ActivationFormat::Int8, vectors::INT8),
+    ] {
+        assert_eq!(narrowed(&row, row.len(), format), floats(&words), "{format:?}");
+    }
+}
+
+#[test]
+fn four_bit_activations_round_ties_to_even_and_lose_tiny_groups() {
+    // The largest is 6 and the divisor 1, so the scale is 1 and the codes are the values.
+    let ties = [
+        6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, 0.0,
+    ];
+    let even = [
+        6.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0, 0.0,
+    ];
+    for rounding in [ENGINE, MODEL_OPT] {
+        assert_eq!(narrowed(&ties, 16, nvfp4(1.0, rounding)), even);
+        // a / 6 = 2^-10 is half the smallest scale: to even, zero. Just above it is not.
+        let tiny = |a: f32| narrowed(&[a; 16], 16, nvfp4(1.0, rounding))[0];
+        assert_eq!(tiny(6.0 * 2f32.powi(-10)), 0.0);
+        assert_eq!(tiny(6.1 * 2f32.powi(-10)), 2f32.powi(-9) * 3.0);
+        // Beyond the largest scale everything saturates.
+        assert_eq!(tiny(1e6), 448.0 * 6.0);
+    }
+}
+
+#[test]
+fn the_orders_of_four_bit_rounding_differ_where_the_reciprocal_is_rounded() {
+    // 29 * 1.5 / 6 = 7.25 lies between the scales 7 and 7.5 and goes to the even one; 1.5 / (6 * fp32(1 / 29)) is a little
+    // more than 7.25.
+    let largest = |rounding| narrowed(&[1.5; 16], 16, nvfp4(29.0, rounding))[0];
+    assert_eq!(largest(ENGINE), 6.0 * 7.0 / 29.0);
+    assert!((largest(MODEL_OPT) - 6.0 * 7.5 / 29.0).abs() < 1e-6);
+}
+
+#[test]
+fn narrowed_activations_equal_the_reference_on_awkward_rows() {
+    let mut random = Random(59);
+    for width in [16, 48, 64, 80, 130, 272] {
+        for scale in [1e-30, 1e-3, 1.0, 5e4] {
+            let mut x = random.values(5 * width, scale);
+            x[..width].fill(0.0);
+            x[width] = 300.0 * scale;
+            for format in [
+                ActivationFormat::Fp8,
+                nvfp4(2688.0 / scale, ENGINE),
+                nvfp4(77.7, MODEL_OPT),
+                nvfp4(2688.0 / scale, MODEL_OPT),
+                ActivationFormat::Int8,
+            ] {
+                let y = narrowed(&x, width, format);
+                assert!(y[..width].iter().all(|y| *y == 0.0), "a row of zeros");
+                assert!(y.iter().all(|y| y.is_finite()), "{format:?} at {scale}");
+            }
+        }
+    }
+}
+
+#[test]
+fn activations_that_are_no_numbers_stay_none() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for format in [
+            ActivationFormat::Fp8,
+            nvfp4(1.0, ENGINE),
+            nvfp4(1.0, MODEL_OPT),
+            ActivationFormat::Int8,
+        ] {
+            let mut x = vec![1.0; 64];
+            x[3] = bad;
+            let x = of(x, [1, 1, 64]);
+            assert!(
+                vec(B::quantize_rows(x.clone(), format))[3].is_nan(),
+                "{format:?}: {bad}"
+            );
+            assert!(
+                vec(quantize_rows::reference(x, format))[3].is_nan(),
+                "{format:?}: {bad}"
+            );
+        }
     }
 }
 

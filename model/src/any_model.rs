@@ -49,7 +49,9 @@ impl<B: EvaluatorBackend> AnyModel<B> {
                 None => model,
             })));
         }
-        let model = Qwen3_5::load(source, route, device)?;
+        let model = Qwen3_5::load_with(source, route, &options.load, device)?
+            .with_rope(config, options.rope)
+            .with_delta_state(options.delta_state_f16);
         Ok(Self::Qwen3_5(Box::new(match kv {
             Some(kv) => model.with_kv(config, kv)?,
             None => model,

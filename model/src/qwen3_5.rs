@@ -8,17 +8,17 @@
 use std::cell::RefCell;
 
 use burn::tensor::Tensor;
-use perplexity_kernels::EvaluatorBackend;
 use perplexity_kernels::backend::{HeadRequest, HeadScores, RotaryTable, Routing};
-use perplexity_kernels::ops::rotary;
+use perplexity_kernels::{EvaluatorBackend, Precision};
 use perplexity_kv::options::KvOptions;
 
 use crate::config::{LayerType, TextConfig};
 use crate::layers::Pass;
 use crate::layers::block::{Block, BlockState};
 use crate::layers::embedding::Embedding;
-use crate::layers::loader::Loader;
+use crate::layers::loader::{LoadOptions, Loader};
 use crate::layers::norm::OffsetNorm;
+use crate::rope::{RopeExtension, Rotary};
 use crate::route::{Boundary, Route};
 use crate::scorer::ModelError;
 use crate::source::TextSource;
@@ -31,9 +31,9 @@ pub struct Qwen3_5<B: EvaluatorBackend> {
     final_norm: OffsetNorm<B>,
     /// `None` when it equals the embedding table.
     output_head: Option<B::Weight>,
-    /// Rotary frequencies of the attention layers; empty when there are none.
-    frequencies: Vec<f64>,
+    rotary: Rotary,
     route: Route,
+    delta_state: Precision,
     /// Codecs of the KV cache; without them it holds the rows as the route rounds them.
     kv: Option<KvOptions>,
     device: B::Device,
@@ -68,13 +68,26 @@ impl<B: EvaluatorBackend> Windows<B> {
 }
 
 impl<B: EvaluatorBackend> Qwen3_5<B> {
-    /// Loads every parameter.
+    /// Loads every parameter as it is.
     ///
     /// # Errors
     /// When the source cannot provide one, or the configuration asks for what is not implemented.
     pub fn load(source: &dyn TextSource, route: Route, device: &B::Device) -> Result<Self, ModelError> {
+        Self::load_with(source, route, &LoadOptions::default(), device)
+    }
+
+    /// Loads every parameter, as `options` say.
+    ///
+    /// # Errors
+    /// As [`Self::load`], and when a weight cannot be rounded to the format asked for.
+    pub fn load_with(
+        source: &dyn TextSource,
+        route: Route,
+        options: &LoadOptions,
+        device: &B::Device,
+    ) -> Result<Self, ModelError> {
         let config: &TextConfig = source.config();
-        let loader = Loader::<B>::new(source, device);
+        let loader = Loader::<B>::new(source, options, device);
         let blocks = (0..config.layer_types.len())
             .map(|i| Block::load(&loader, config, i))
             .collect::<Result<_, _>>()?;
@@ -86,13 +99,28 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
             blocks,
             final_norm: OffsetNorm::load(&loader, "final_norm", config.hidden_size, config.rms_norm_eps)?,
             output_head,
-            frequencies: config.attention.as_ref().map_or_else(Vec::new, |attention| {
-                rotary::frequencies(f64::from(attention.rope_theta), attention.rotary_dim())
-            }),
+            rotary: Rotary::new(config, RopeExtension::None),
             route,
+            delta_state: Precision::Full,
             kv: None,
             device: device.clone(),
         })
+    }
+
+    /// The model with its rotary angles extended; `config` is the one it was loaded with.
+    #[must_use]
+    pub fn with_rope(self, config: &TextConfig, extension: RopeExtension) -> Self {
+        Self {
+            rotary: Rotary::new(config, extension),
+            ..self
+        }
+    }
+
+    /// The model with the delta rule's state in half precision, or in float32.
+    #[must_use]
+    pub fn with_delta_state(self, half: bool) -> Self {
+        let delta_state = if half { Precision::F16 } else { Precision::Full };
+        Self { delta_state, ..self }
     }
 
     /// The model with its KV cache packed by codecs; `config` is the one it was loaded with.
@@ -125,7 +153,7 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
                     block.state(batch, capacity, self.kv.as_ref().map(|kv| (kv, layer)), &self.device)
                 })
                 .collect(),
-            rotary: RotaryTable::new(&self.frequencies, 1.0, capacity, &self.device),
+            rotary: self.rotary.table(capacity, &self.device),
             routing: None,
         }
     }
@@ -145,6 +173,7 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
             first_position: windows.position,
             rotary: &windows.rotary,
             routing: windows.routing.as_ref(),
+            delta_state: self.delta_state,
         };
         if let Some(kept) = pass.routing {
             kept.borrow_mut().clear();

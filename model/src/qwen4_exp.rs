@@ -28,7 +28,7 @@ use crate::layers::delta_net::{DeltaNet, DeltaNetState};
 use crate::layers::embedding::Embedding;
 use crate::layers::expert_mixture::{Choice, ExpertMixture, Experts, Matrices};
 use crate::layers::hyper_connection::{HyperConnection, Mixer, repeat};
-use crate::layers::loader::Loader;
+use crate::layers::loader::{LoadOptions, Loader};
 use crate::layers::ngram_injection::{InjectionState, NgramInjection};
 use crate::layers::sparse_attention::{SparseAttention, SparseState};
 use crate::ngram::{Access, Context, NgramHash, NgramTable, Volume, VolumeError};
@@ -189,7 +189,8 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
     ) -> Result<Self, ModelError> {
         let config: &TextConfig = source.config();
         let table = options.open_table(source, dims)?;
-        let loader = Loader::<B>::new(source, device);
+        let as_it_is = LoadOptions::default();
+        let loader = Loader::<B>::new(source, &as_it_is, device);
         let blocks = (0..config.layer_types.len())
             .map(|index| Block::load(&loader, source, dims, options, route, index))
             .collect::<Result<_, _>>()?;
@@ -292,6 +293,7 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
             first_position: windows.position,
             rotary: &windows.rotary,
             routing: None,
+            delta_state: Precision::Full,
         };
         let x = self.embedding.forward(ids, windows.batch, self.route);
         let mut streams = repeat(x, self.streams);

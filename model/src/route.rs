@@ -68,6 +68,11 @@ impl Route {
         }
     }
 
+    /// Whether projections see their inputs in 8 or 4 bits where the model permits it.
+    pub fn narrows_activations(self) -> bool {
+        self == Self::Normal
+    }
+
     /// `x` as it exists at `boundary`, where rounding is not part of an operation.
     pub fn round<B: EvaluatorBackend, const D: usize>(self, boundary: Boundary, x: Tensor<B, D>) -> Tensor<B, D> {
         B::round(x, self.at(boundary))

@@ -13,8 +13,11 @@ use perplexity_kv::options::{KvOptions, KvOptionsError};
 
 use crate::any_model::AnyModel;
 use crate::experts::CacheStatistics;
+use crate::formats::{Format, FormatError};
+use crate::layers::loader::LoadOptions;
 use crate::ngram::VolumeError;
 use crate::qwen4_exp::FlashNextOptions;
+use crate::rope::RopeExtension;
 use crate::route::Route;
 use crate::rows::{RowError, RowVisitor};
 use crate::source::{SourceError, TextSource};
@@ -71,6 +74,12 @@ pub struct ScorerOptions {
     pub route: Route,
     /// Codecs of the KV cache; `None` keeps the rows as the route rounds them.
     pub kv: Option<KvOptions>,
+    /// Rotary angles beyond the native window.
+    pub rope: RopeExtension,
+    /// What becomes of weights on loading.
+    pub load: LoadOptions,
+    /// Whether the delta rule's state is kept in half precision.
+    pub delta_state_f16: bool,
     /// Most tokens per pass and window.
     pub prefill_chunk: usize,
     /// Most windows per batch.
@@ -89,6 +98,9 @@ impl ScorerOptions {
         Self {
             route: Route::Normal,
             kv: None,
+            rope: RopeExtension::None,
+            load: LoadOptions::default(),
+            delta_state_f16: false,
             prefill_chunk: 1024,
             batch: 1,
             threads: None,
@@ -138,6 +150,22 @@ pub enum ModelError {
     NoBank {
         /// The residency.
         residency: &'static str,
+    },
+    /// A weight that cannot be rounded to the format asked for.
+    #[error("{parameter} cannot be rounded to {format}: {source}")]
+    Requantise {
+        /// The weight.
+        parameter: String,
+        /// The format.
+        format: Format,
+        /// Why.
+        source: FormatError,
+    },
+    /// A value that no divisor can be made from.
+    #[error("the activation at {input} is not finite")]
+    NotFinite {
+        /// The input.
+        input: String,
     },
     /// A block whose dimensions the configuration does not give.
     #[error("layer {layer} is {kind}, but the configuration gives no dimensions for it")]

@@ -7,6 +7,7 @@ mod forward_common;
 use forward_common::Generated;
 use perplexity_model::backends::{flex, ndarray};
 use perplexity_model::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig};
+use perplexity_model::rope::RopeExtension;
 use perplexity_model::route::{Boundary, Route};
 use perplexity_model::scorer::{Ask, ModelError, ScorerOptions, Scores, Window};
 
@@ -499,4 +500,62 @@ fn every_part_of_the_mixture_takes_part() {
     for part in ["shared/gate", "shared/up", "shared/down", "shared_score"] {
         assert_ne!(logprobs(&moe().with(&name(part), 0.0)), whole, "{part}");
     }
+}
+
+#[test]
+fn a_half_precision_state_does_not_depend_on_the_passes() {
+    let windows = [window(300, 1)];
+    let run = |route, prefill_chunk, delta_state_f16| {
+        let options = ScorerOptions {
+            prefill_chunk,
+            delta_state_f16,
+            ..options(route)
+        };
+        plain(&options, &windows).remove(0)
+    };
+    for route in [Route::Exact, Route::Normal] {
+        let whole = run(route, 1024, true);
+        let float32 = run(route, 1024, false);
+        // The first 64 tokens see a state that was never rounded.
+        assert_eq!(whole[..64], float32[..64]);
+        assert_ne!(whole[64..], float32[64..]);
+        for prefill_chunk in [1, 16, 48, 64, 65, 128] {
+            assert_eq!(run(route, prefill_chunk, true), whole, "passes of {prefill_chunk}");
+        }
+    }
+}
+
+#[test]
+fn rotary_extensions_change_what_they_say() {
+    let windows = [window(200, 1)];
+    let run = |rope| {
+        let options = ScorerOptions {
+            rope,
+            ..options(Route::Exact)
+        };
+        plain(&options, &windows).remove(0)
+    };
+    let native = run(RopeExtension::None);
+    assert_eq!(
+        run(RopeExtension::Yarn { factor: 1.0 }),
+        native,
+        "a factor of 1 is none, bit for bit"
+    );
+    assert_ne!(
+        run(RopeExtension::Yarn { factor: 2.0 })[..10],
+        native[..10],
+        "YaRN reaches every position"
+    );
+    let linear = |factor, original_context| {
+        run(RopeExtension::Linear {
+            factor,
+            original_context,
+        })
+    };
+    assert_eq!(linear(1.0, 50), native);
+    assert_eq!(linear(8.0, 199), native);
+    let past = linear(8.0, 50);
+    // Log-probability j is predicted at position j.
+    assert_eq!(past[..=50], native[..=50]);
+    assert_ne!(past[51..], native[51..]);
 }

@@ -10,6 +10,7 @@ mod help;
 mod kv;
 mod output;
 mod parts;
+mod precision;
 mod references;
 mod refusals;
 mod texts;

@@ -175,12 +175,7 @@ fn a_window_beyond_the_models_positions_is_refused_before_loading() {
 
 #[test]
 fn options_of_later_builds_are_never_ignored() {
-    for option in [
-        "--lossless",
-        "--rope-yarn-factor 2",
-        "--ngram-ram-mib 64",
-        "--devices 0,1",
-    ] {
+    for option in ["--lossless", "--ngram-ram-mib 64", "--devices 0,1"] {
         let message = refused(&format!("MODEL --text TEXT {option}"));
         assert!(message.contains("is not in this build"), "{message}");
     }

@@ -15,11 +15,13 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 
 use crate::backend::{
-    BlockSelection, DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, RotaryTable, Routing,
+    ActivationFormat, BlockSelection, DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, RotaryTable,
+    Routing,
 };
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
-    gated_rms_norm, offset_rms_norm, rotary, round, route_experts, score_head, sigmoid_gate, sparse_attention, swiglu,
+    gated_rms_norm, offset_rms_norm, quantize_rows, rotary, round, route_experts, score_head, sigmoid_gate,
+    sparse_attention, swiglu,
 };
 use crate::precision::Precision;
 use crate::timing::{Operation, timed};
@@ -163,6 +165,15 @@ impl<B: HostTensors> EvaluatorBackend for B {
             let (x, weights) = (Self::elements(&x), Self::elements(&weights));
             let y = expert_feed_forward::host::feed_forward(&x, ids, &weights, top_k, experts);
             tensor(y, shape, &device)
+        })
+    }
+
+    fn quantize_rows(x: Tensor<Self, 3>, format: ActivationFormat) -> Tensor<Self, 3> {
+        timed(Operation::QuantizeRows, || {
+            let (shape, device) = (x.dims(), x.device());
+            let mut values = into_vec(x);
+            quantize_rows::host::quantize(&mut values, shape[2], format);
+            tensor(values, shape, &device)
         })
     }
 

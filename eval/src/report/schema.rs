@@ -117,7 +117,7 @@ pub struct Settings {
     pub kv_scales_source: Option<String>,
     /// YaRN from context over native window.
     pub rope_yarn: bool,
-    /// YaRN factor; 1 is none.
+    /// YaRN factor as it ran; 1 is none.
     pub rope_yarn_factor: f64,
     /// Linear position factor; 1 is none.
     pub rope_scaling_factor: f64,
@@ -131,13 +131,15 @@ pub struct Settings {
     pub original_nvfp4_prefill_kernel: bool,
     /// 8-bit P·V: `auto`, `on` or `off`; `None` where there is no such choice.
     pub prefill_8bit_pv: Option<String>,
-    /// 16-bit activations in every linear.
+    /// 16-bit activations in every linear, whatever the artifact permits.
     pub a16_activations: bool,
+    /// Inputs of projections that were narrowed, by format: `fp8`, `nvfp4`, `int8`.
+    pub narrowed_activations: BTreeMap<String, Vec<String>>,
     /// Prefill through the vendor's matrix library.
     pub prefill_cublas: bool,
     /// That library for attention and GDN input projections too.
     pub prefill_cublas_projections: bool,
-    /// Integer prefill routes.
+    /// Whether an input was narrowed to 8-bit integers.
     pub prefill_a8: bool,
     /// 8-bit activations in the decode MLP; no effect on scoring.
     pub mlp_a8_decode: bool,
@@ -195,6 +197,7 @@ impl Default for Settings {
             original_nvfp4_prefill_kernel: false,
             prefill_8bit_pv: None,
             a16_activations: false,
+            narrowed_activations: BTreeMap::new(),
             prefill_cublas: false,
             prefill_cublas_projections: false,
             prefill_a8: false,

@@ -1,9 +1,24 @@
 //! `Flex`, the fast CPU backend.
 
+use std::collections::BTreeMap;
+
 use burn_flex::{Flex, FlexDevice};
 
+use crate::calibrate;
 use crate::scorer::{ModelError, Scorer, ScorerOptions, WindowScorer};
 use crate::source::TextSource;
+
+/// Divisors of 4-bit activations by input; see [`calibrate::activation_divisors`].
+///
+/// # Errors
+/// See [`ModelError`].
+pub fn activation_divisors(
+    source: &dyn TextSource,
+    windows: &[&[u32]],
+    progress: &mut dyn FnMut(usize),
+) -> Result<BTreeMap<String, f32>, ModelError> {
+    calibrate::activation_divisors::<Flex>(source, windows, &FlexDevice, progress)
+}
 
 /// Loads the model of `source`.
 ///

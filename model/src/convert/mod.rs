@@ -102,6 +102,8 @@ pub struct ConvertOptions {
     /// Activation divisors by input, such as `text/layers/0/ffn_input`; they replace those of the source. Four-bit
     /// activations are permitted only where there is one or the other.
     pub activation_divisors: BTreeMap<String, f32>,
+    /// Where they come from, for the artifact's provenance; nothing when it is null.
+    pub calibration: Value,
     /// Volume limit and artifact id.
     pub writer: WriterOptions,
 }
@@ -119,6 +121,7 @@ impl ConvertOptions {
             recipe,
             name: None,
             activation_divisors: BTreeMap::new(),
+            calibration: Value::Null,
             writer: WriterOptions::default(),
         }
     }
@@ -202,6 +205,11 @@ pub fn convert(
     let layout = declare(&mut writer, &source, &config, &plan, &resources)?;
     writer.metadata_mut().insert("name".into(), name.as_str().into());
     *writer.provenance_mut() = provenance(&source, &options.recipe, &notes);
+    if !options.calibration.is_null() {
+        writer
+            .provenance_mut()
+            .insert("activation_divisors".into(), options.calibration.clone());
+    }
 
     let mut stream = writer.begin(out)?;
     for (object, (_, bytes)) in layout.resources.iter().zip(&resources) {

@@ -278,6 +278,11 @@ impl Recipe {
             .collect()
     }
 
+    /// Whether any weight is to permit 4-bit activations, which need divisors.
+    pub fn permits_a4(&self) -> bool {
+        self.rules.iter().any(|rule| rule.policy == AllowA4)
+    }
+
     /// What the first matching rule says about a parameter that may be stored in any format.
     pub(super) fn decide(&self, role: &str, layer: Option<usize>) -> Decision {
         let decides = |rule: &Rule| matches(&rule.role, role) && rule.layers.contain(layer);

@@ -11,6 +11,7 @@ use perplexity_kv::options::KvOptions;
 
 use super::Pass;
 use super::kv_cache::KvCache;
+use super::linear::Linear;
 use super::loader::Loader;
 use super::norm::OffsetNorm;
 use crate::config::{AttentionConfig, TextConfig};
@@ -20,13 +21,13 @@ use crate::scorer::ModelError;
 /// One attention layer.
 #[derive(Debug)]
 pub struct Attention<B: EvaluatorBackend> {
-    query: B::Weight,
-    gate: B::Weight,
-    key: B::Weight,
-    value: B::Weight,
+    query: Linear<B>,
+    gate: Linear<B>,
+    key: Linear<B>,
+    value: Linear<B>,
     query_norm: OffsetNorm<B>,
     key_norm: OffsetNorm<B>,
-    output: B::Weight,
+    output: Linear<B>,
     num_heads: usize,
     num_kv_heads: usize,
     head_dim: usize,
@@ -46,13 +47,13 @@ impl<B: EvaluatorBackend> Attention<B> {
         } = dims;
         let (hidden, queries, keys) = (config.hidden_size, num_heads * head_dim, num_kv_heads * head_dim);
         Ok(Self {
-            query: loader.matrix("query", [queries, hidden])?,
-            gate: loader.matrix("gate", [queries, hidden])?,
-            key: loader.matrix("key", [keys, hidden])?,
-            value: loader.matrix("value", [keys, hidden])?,
+            query: loader.linear("query", [queries, hidden])?,
+            gate: loader.linear("gate", [queries, hidden])?,
+            key: loader.linear("key", [keys, hidden])?,
+            value: loader.linear("value", [keys, hidden])?,
             query_norm: OffsetNorm::load(loader, "query_norm", head_dim, config.rms_norm_eps)?,
             key_norm: OffsetNorm::load(loader, "key_norm", head_dim, config.rms_norm_eps)?,
-            output: loader.matrix("output", [hidden, queries])?,
+            output: loader.linear("output", [hidden, queries])?,
             num_heads,
             num_kv_heads,
             head_dim,
@@ -84,7 +85,7 @@ impl<B: EvaluatorBackend> Attention<B> {
     ) -> Tensor<B, 3> {
         let route = pass.route;
         let [batch, tokens, _] = h.dims();
-        let project = |weight: &B::Weight| B::project(h.clone(), weight, route.at(Boundary::AttentionProjection));
+        let project = |linear: &Linear<B>| linear.forward(h.clone(), route.at(Boundary::AttentionProjection));
         let heads = |x: Tensor<B, 3>, count| x.reshape([batch, tokens, count, self.head_dim]);
         let position = |x: Tensor<B, 4>, norm: &OffsetNorm<B>| {
             let x = norm.forward(x, route.at(Boundary::QueryKeyNorm));
@@ -104,6 +105,6 @@ impl<B: EvaluatorBackend> Attention<B> {
 
         let o = o.reshape([batch, tokens, self.num_heads * self.head_dim]);
         let o = B::sigmoid_gate(o, project(&self.gate), route.at(Boundary::OutputGate));
-        B::project_add(residual, o, &self.output, route.at(Boundary::Residual))
+        self.output.forward_add(residual, o, route.at(Boundary::Residual))
     }
 }

@@ -10,21 +10,25 @@
 //! `row` is the normalised input before the rounding that gives `h`: the controls are computed from it unrounded.
 
 use burn::tensor::Tensor;
-use perplexity_kernels::EvaluatorBackend;
 use perplexity_kernels::backend::DeltaHeads;
+use perplexity_kernels::{EvaluatorBackend, Precision};
 
 use super::Pass;
+use super::linear::Linear;
 use super::loader::Loader;
 use crate::config::{DeltaNetConfig, OutputGate, TextConfig};
 use crate::route::Boundary;
 use crate::scorer::ModelError;
 
+/// Tokens after which a narrow state is rounded: the chunk of the chunked rule, which every pass is a multiple of.
+const STATE_BLOCK: usize = 64;
+
 /// One Gated DeltaNet layer.
 #[derive(Debug)]
 pub struct DeltaNet<B: EvaluatorBackend> {
-    /// Query, key and value rows, `[C, hidden]`.
-    qkv: B::Weight,
-    z: B::Weight,
+    /// Query, key and value rows, `[C, hidden]` together; one projection unless they see their input differently.
+    qkv: Vec<Linear<B>>,
+    z: Linear<B>,
     a: B::Weight,
     b: B::Weight,
     a_log: Tensor<B, 1>,
@@ -32,7 +36,7 @@ pub struct DeltaNet<B: EvaluatorBackend> {
     /// `[C, W]`.
     convolution: Tensor<B, 2>,
     norm: Tensor<B, 1>,
-    output: B::Weight,
+    output: Linear<B>,
     heads: DeltaHeads,
     output_gate: OutputGate,
     /// Where the controls exist: unrounded, or like the other projections.
@@ -45,7 +49,7 @@ pub struct DeltaNet<B: EvaluatorBackend> {
 pub struct DeltaNetState<B: EvaluatorBackend> {
     /// The last `W - 1` inputs of the convolution, `[batch, W - 1, C]`.
     tail: Tensor<B, 3>,
-    /// `[batch, Nv, Dk, Dv]`, float32.
+    /// `[batch, Nv, Dk, Dv]`; float32 tensors whatever [`Pass::delta_state`] lets them hold.
     state: Tensor<B, 4>,
 }
 
@@ -62,8 +66,8 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
             None => (OutputGate::Silu, Boundary::DeltaNetControl),
         };
         Ok(Self {
-            qkv: loader.stacked(&[("query", keys), ("key", keys), ("value", values)], hidden)?,
-            z: loader.matrix("z", [values, hidden])?,
+            qkv: loader.stacked_linear(&[("query", keys), ("key", keys), ("value", values)], hidden)?,
+            z: loader.linear("z", [values, hidden])?,
             a: loader.matrix("a_projection", [value_heads, hidden])?,
             b: loader.matrix("b_projection", [value_heads, hidden])?,
             a_log: loader.tensor("a_log", [value_heads])?,
@@ -72,7 +76,7 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
                 .tensor("convolution", [dims.conv_kernel_dim, dims.conv_dim()])?
                 .transpose(),
             norm: loader.tensor("norm", [dims.value_head_dim])?,
-            output: loader.matrix("output", [hidden, values])?,
+            output: loader.linear("output", [hidden, values])?,
             heads: DeltaHeads {
                 key_heads: dims.num_key_heads,
                 value_heads,
@@ -109,13 +113,13 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
         pass: &Pass<'_, B>,
     ) -> Tensor<B, 3> {
         let o = self.heads(row, carried, pass);
-        B::project_add(residual, o, &self.output, pass.route.at(Boundary::Residual))
+        self.output.forward_add(residual, o, pass.route.at(Boundary::Residual))
     }
 
     /// `delta_net(row)` without a residual.
     pub fn output(&self, row: Tensor<B, 3>, carried: &mut DeltaNetState<B>, pass: &Pass<'_, B>) -> Tensor<B, 3> {
         let o = self.heads(row, carried, pass);
-        B::project(o, &self.output, pass.route.at(Boundary::Residual))
+        self.output.forward(o, pass.route.at(Boundary::Residual))
     }
 
     /// The gated outputs of all value heads side by side, `[batch, tokens, Nv * Dv]`.
@@ -131,21 +135,17 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
         );
 
         let h = route.round(Boundary::Norm, row);
-        let project = |weight: &B::Weight| B::project(h.clone(), weight, route.at(Boundary::DeltaNetProjection));
+        let project = |linear: &Linear<B>| linear.forward(h.clone(), route.at(Boundary::DeltaNetProjection));
         let qkv = B::causal_conv_silu(
-            project(&self.qkv),
+            match &*self.qkv {
+                [qkv] => project(qkv),
+                parts => Tensor::cat(parts.iter().map(project).collect(), 2),
+            },
             self.convolution.clone(),
             carried.tail.clone(),
             route.at(Boundary::Convolution),
         );
-        let o = B::gated_delta_rule(
-            qkv.0,
-            g,
-            beta,
-            carried.state.clone(),
-            self.heads,
-            route.at(Boundary::DeltaRule),
-        );
+        let o = self.delta_rule(qkv.0, g, beta, carried.state.clone(), pass);
         *carried = DeltaNetState {
             tail: qkv.1,
             state: o.1,
@@ -161,5 +161,36 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
             OutputGate::Sigmoid => B::sigmoid_gated_rms_norm(o.0, norm, z, self.eps, to),
         };
         o.reshape([batch, tokens, value_heads * value_dim])
+    }
+
+    /// The delta rule over a pass; a state that is not stored in float32 is rounded whenever it has seen a multiple of
+    /// [`STATE_BLOCK`] tokens of its window, so that its bits do not depend on the passes.
+    fn delta_rule(
+        &self,
+        qkv: Tensor<B, 3>,
+        g: Tensor<B, 3>,
+        beta: Tensor<B, 3>,
+        mut state: Tensor<B, 4>,
+        pass: &Pass<'_, B>,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let to = pass.route.at(Boundary::DeltaRule);
+        if pass.delta_state == Precision::Full {
+            return B::gated_delta_rule(qkv, g, beta, state, self.heads, to);
+        }
+        let [_, tokens, _] = qkv.dims();
+        let (mut outputs, mut begin) = (Vec::new(), 0);
+        while begin < tokens {
+            let left = STATE_BLOCK - (pass.first_position + begin) % STATE_BLOCK;
+            let count = left.min(tokens - begin);
+            let block = |x: &Tensor<B, 3>| x.clone().narrow(1, begin, count);
+            let output;
+            (output, state) = B::gated_delta_rule(block(&qkv), block(&g), block(&beta), state, self.heads, to);
+            outputs.push(output);
+            if count == left {
+                state = B::round(state, pass.delta_state);
+            }
+            begin += count;
+        }
+        (Tensor::cat(outputs, 1), state)
     }
 }

@@ -3,6 +3,7 @@
 use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
 
+use super::linear::Linear;
 use super::loader::Loader;
 use crate::route::{Boundary, Route};
 use crate::scorer::ModelError;
@@ -10,9 +11,9 @@ use crate::scorer::ModelError;
 /// SwiGLU of one width.
 #[derive(Debug)]
 pub struct Mlp<B: EvaluatorBackend> {
-    gate: B::Weight,
-    up: B::Weight,
-    down: B::Weight,
+    gate: Linear<B>,
+    up: Linear<B>,
+    down: Linear<B>,
 }
 
 impl<B: EvaluatorBackend> Mlp<B> {
@@ -22,15 +23,15 @@ impl<B: EvaluatorBackend> Mlp<B> {
     /// When the source cannot provide one.
     pub fn load(loader: &Loader<'_, B>, hidden: usize, inner: usize) -> Result<Self, ModelError> {
         Ok(Self {
-            gate: loader.matrix("gate", [inner, hidden])?,
-            up: loader.matrix("up", [inner, hidden])?,
-            down: loader.matrix("down", [hidden, inner])?,
+            gate: loader.linear("gate", [inner, hidden])?,
+            up: loader.linear("up", [inner, hidden])?,
+            down: loader.linear("down", [hidden, inner])?,
         })
     }
 
     /// `residual + mlp(h)`, both `[batch, tokens, hidden]`.
     pub fn forward(&self, residual: Tensor<B, 3>, h: Tensor<B, 3>, route: Route) -> Tensor<B, 3> {
-        let inner = B::swiglu(h, &self.gate, &self.up, route.at(Boundary::FeedForward));
-        B::project_add(residual, inner, &self.down, route.at(Boundary::Residual))
+        let inner = Linear::swiglu(&self.gate, &self.up, h, route.at(Boundary::FeedForward));
+        self.down.forward_add(residual, inner, route.at(Boundary::Residual))
     }
 }

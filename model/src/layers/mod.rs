@@ -11,6 +11,7 @@ pub mod expert_mixture;
 pub mod hyper_connection;
 pub mod indexer;
 pub mod kv_cache;
+pub mod linear;
 pub mod loader;
 pub mod mlp;
 pub mod moe;
@@ -20,8 +21,8 @@ pub mod sparse_attention;
 
 use std::cell::RefCell;
 
-use perplexity_kernels::EvaluatorBackend;
 use perplexity_kernels::backend::{RotaryTable, Routing};
+use perplexity_kernels::{EvaluatorBackend, Precision};
 
 use crate::route::Route;
 
@@ -36,4 +37,6 @@ pub struct Pass<'a, B: EvaluatorBackend> {
     pub rotary: &'a RotaryTable<B>,
     /// Where mixtures of experts leave their choices, block after block, for whoever asks.
     pub routing: Option<&'a RefCell<Vec<Routing<B>>>>,
+    /// How the delta rule's state is stored.
+    pub delta_state: Precision,
 }

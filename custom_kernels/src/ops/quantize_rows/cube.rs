@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use super::E4M3_MAX;
 use crate::cube::{CubeTensor, KernelRuntime, UNITS, address_type, cubes, empty};
 
-/// E4M3 code of `y`, at most 448 in size; see [`super::encode_e4m3`].
+/// E4M3 code of `y`, at most 448 in size; see [`crate::numeric::f32_to_e4m3fn`].
 #[cube]
 fn encode_e4m3(y: f32) -> u32 {
     let bits = u32::reinterpret(y);

@@ -38,15 +38,18 @@ pub fn frequencies(theta: f64, rotary_dim: usize) -> Vec<f64> {
 impl<B: Backend> RotaryTable<B> {
     /// The table for positions `0..positions`; `magnitude` `m` multiplies every cosine and sine.
     pub fn new(frequencies: &[f64], magnitude: f64, positions: usize, device: &B::Device) -> Self {
+        let positions: Vec<f64> = (0..positions).map(|p| p as f64).collect();
+        Self::at(frequencies, magnitude, &positions, device)
+    }
+
+    /// The table whose row `t` is of `positions[t]`, which need not be whole numbers.
+    pub fn at(frequencies: &[f64], magnitude: f64, positions: &[f64], device: &B::Device) -> Self {
         let table = |f: fn(f64) -> f64| {
-            let values: Vec<f32> = (0..positions)
-                .flat_map(|p| {
-                    frequencies
-                        .iter()
-                        .map(move |inv| (magnitude * f(p as f64 * inv)) as f32)
-                })
+            let values: Vec<f32> = positions
+                .iter()
+                .flat_map(|p| frequencies.iter().map(move |inv| (magnitude * f(p * inv)) as f32))
                 .collect();
-            Tensor::from_data(TensorData::new(values, [positions, frequencies.len()]), device)
+            Tensor::from_data(TensorData::new(values, [positions.len(), frequencies.len()]), device)
         };
         Self {
             cos: table(f64::cos),
