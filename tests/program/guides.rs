@@ -74,7 +74,7 @@ const OPTIONS: &[(&str, Expected)] = &[
     ("--ngram-volume notes.txt", Refused("is for Qwen3.8-Flash-Next")),
     ("--expert-stripe FILE", NotInThisBuild),
     ("--expert-residency host", Refused("is for Qwen3.8-Flash-Next")),
-    ("--expert-residency host --expert-cache-mib auto", Refused("is for Qwen3.8-Flash-Next")),
+    ("--expert-residency host --expert-cache-mib 64", Refused("is for Qwen3.8-Flash-Next")),
     ("--ngram-table PATH", NotInThisBuild),
     ("--ngram-residency ram-hot", Refused("[possible values: disk, ram]")),
     ("--ngram-io direct", Refused("[possible values: mmap, buffered]")),
