@@ -161,7 +161,7 @@ pub(crate) struct DeviceArgs {
     /// CPU threads [default: one per core]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) threads: Option<u32>,
-    /// Windows per forward pass: a number or auto
+    /// Windows per forward pass: a number or auto, on a card as many as fit and fill it
     #[arg(long, value_name = "N", default_value = "auto", allow_negative_numbers = true)]
     pub(crate) batch: String,
     /// Round the output head to 4 bits on loading (q4_g64_fp16)
@@ -179,6 +179,9 @@ pub(crate) struct DeviceArgs {
     /// Keep the Gated DeltaNet state in FP16, rounded every 64 tokens
     #[arg(long)]
     pub(crate) gdn_state_fp16: bool,
+    /// Memory of the card that the run may take, such as 40GiB [default: what is free on it]
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) memory_budget: Option<String>,
 }
 
 #[derive(Debug, Args)]
@@ -228,8 +231,8 @@ pub(crate) enum EmulationLevel {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Prefill and numerical route")]
 pub(crate) struct RouteArgs {
-    /// Tokens per prefill pass, a multiple of 128; whole waves of prompt attention with int8, nvfp4, fp8 and k8v4 KV
-    /// [default: 1024; Qwen3.8-Flash-Next: 16384]
+    /// Tokens per prefill pass and window, a multiple of 128; whole waves of prompt attention with int8, nvfp4, fp8 and k8v4 KV
+    /// [default: 1024; on a card 4096; Qwen3.8-Flash-Next: 16384]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) prefill_chunk: Option<u32>,
     /// Tokens of such a wave, a multiple of 128 [default: 128 floor(170 / heads), the card of published figures]

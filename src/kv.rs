@@ -285,7 +285,7 @@ fn kernel_options(args: &KvArgs) -> (KernelOptions, Option<&'static str>) {
 }
 
 /// Model layers with a KV cache.
-fn attention_layers(config: &TextConfig) -> Vec<usize> {
+pub(crate) fn attention_layers(config: &TextConfig) -> Vec<usize> {
     let layers = config.layer_types.iter().enumerate();
     layers
         .filter(|(_, kind)| **kind == LayerType::FullAttention)

@@ -11,6 +11,7 @@ mod gate;
 mod inspect;
 mod kv;
 mod log;
+mod memory;
 mod merge;
 mod options;
 mod precision;

@@ -18,6 +18,7 @@ use perplexity_model::route::Route;
 use crate::args::ScoreArgs;
 use crate::flash_next::{self, FlashNext, FlashNextUsageError};
 use crate::kv::{KvCache, KvUsageError};
+use crate::memory::{self, MemoryError};
 use crate::precision::Narrowing;
 use crate::prefill::Prefill;
 use crate::rope::{Rope, RopeUsageError};
@@ -69,6 +70,8 @@ pub(crate) enum UsageError {
     },
     #[error("--{0} is not in this build for Qwen3.8-Flash-Next")]
     NotForFlashNext(&'static str),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
     #[error("no text to score: pass --corpus MANIFEST or --text FILE")]
     NoText,
     #[error("no model to score {0} with: pass the artifact or the checkpoint directory first")]
@@ -166,7 +169,11 @@ pub(crate) struct ScoreOptions {
     pub(crate) chunks: Option<NonZeroUsize>,
     pub(crate) device: Device,
     pub(crate) threads: Option<NonZeroUsize>,
-    /// Windows per forward pass, and the files to compare with and to write.
+    /// Windows per forward pass as typed; `None` for as many as serve the device.
+    pub(crate) batch: Option<NonZeroUsize>,
+    /// Bytes of the card's memory that may be taken, as typed.
+    pub(crate) memory_budget: Option<u64>,
+    /// The files to compare with and to write, and the windows per forward pass of a CPU.
     pub(crate) evaluation: evaluate::Options,
     pub(crate) kv: KvCache,
     /// Whether the pass size, and with it the batch, is left to the model.
@@ -203,10 +210,13 @@ impl ScoreOptions {
         };
         let route = route(&args.route.route)?;
         let protocol = Protocol::new(kind, context, stride)?;
-        let prefill = Prefill::resolve(&args.route)?;
+        let device = device(&args.device.device)?;
+        let prefill = Prefill::resolve(&args.route, device)?;
+        let batch = batch(&args.device.batch)?;
         let comparison = &args.comparison;
         let evaluation = evaluate::Options {
-            batch: batch(&args.device.batch, prefill.tokens, protocol)?,
+            // Without a choice, as many as fill one prefill pass: on a CPU a larger product is no faster.
+            batch: batch.map_or((prefill.tokens / protocol.context()).max(1), usize::from),
             shard: args.protocol.shard.unwrap_or_default(),
             save_top_tokens: comparison.save_top_tokens.clone().map(|path| SaveTopTokens {
                 path,
@@ -231,7 +241,9 @@ impl ScoreOptions {
         let options = Self {
             protocol,
             chunks: positive("--chunks", args.protocol.chunks)?,
-            device: device(&args.device.device)?,
+            device,
+            batch,
+            memory_budget: memory::budget(args.device.memory_budget.as_deref(), device)?,
             threads: threads(args.device.threads)?,
             evaluation,
             kv: KvCache::resolve(&args.kv, route)?,
@@ -421,17 +433,17 @@ fn threads(typed: Option<u32>) -> Result<Option<NonZeroUsize>, UsageError> {
     positive("--threads", typed)
 }
 
-/// Windows per forward pass. Without a choice, as many as fill one prefill pass: on a CPU a larger product is no faster.
-fn batch(text: &str, prefill_chunk: usize, protocol: Protocol) -> Result<usize, UsageError> {
-    if text == "auto" {
-        return Ok((prefill_chunk / protocol.context()).max(1));
-    }
+/// Windows per forward pass; `None` for `auto`.
+fn batch(text: &str) -> Result<Option<NonZeroUsize>, UsageError> {
     let unknown = |_| UsageError::UnknownValue {
         option: "--batch",
         value: text.to_owned(),
         expected: "auto or a number of windows, at least 1".to_owned(),
     };
-    text.parse::<NonZeroUsize>().map(NonZeroUsize::get).map_err(unknown)
+    match text {
+        "auto" => Ok(None),
+        _ => text.parse().map(Some).map_err(unknown),
+    }
 }
 
 /// Hidden states are saved as the route has them: rounded to bf16, or not at all.

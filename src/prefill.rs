@@ -12,9 +12,11 @@ use perplexity_eval::report::Settings;
 
 use crate::args::RouteArgs;
 use crate::kv::KvCache;
-use crate::options::UsageError;
+use crate::options::{Device, UsageError};
 
 const DEFAULT_TOKENS: u32 = 1024;
+/// A pass of 1,024 tokens is too short to keep a card busy between two readings of scores.
+const DEFAULT_TOKENS_ON_CARDS: u32 = 4096;
 /// Query rows of one block of prompt attention.
 const BLOCK: u32 = 128;
 /// Multiprocessors of the card that published figures come from: waves of 896 tokens at 24 heads, 1,280 at 16.
@@ -32,7 +34,7 @@ impl Prefill {
     ///
     /// # Errors
     /// When a size is no multiple of 128.
-    pub(crate) fn resolve(args: &RouteArgs) -> Result<Self, UsageError> {
+    pub(crate) fn resolve(args: &RouteArgs, device: Device) -> Result<Self, UsageError> {
         let whole_blocks = |option, tokens: u32| {
             if tokens == 0 || !tokens.is_multiple_of(BLOCK) {
                 return Err(UsageError::OutOfRange {
@@ -46,8 +48,12 @@ impl Prefill {
         let wave = args
             .attention_wave
             .map(|tokens| whole_blocks("--attention-wave", tokens));
+        let default = match device.index() {
+            Some(_) => DEFAULT_TOKENS_ON_CARDS,
+            None => DEFAULT_TOKENS,
+        };
         Ok(Self {
-            tokens: whole_blocks("--prefill-chunk", args.prefill_chunk.unwrap_or(DEFAULT_TOKENS))?,
+            tokens: whole_blocks("--prefill-chunk", args.prefill_chunk.unwrap_or(default))?,
             wave: wave.transpose()?,
         })
     }
@@ -106,7 +112,9 @@ mod tests {
             flash_next: None,
         };
         let kv = KvCache::resolve(&cli.score.kv, Route::Normal).unwrap();
-        Prefill::resolve(&cli.score.route).unwrap().effective(&kv, &config)
+        Prefill::resolve(&cli.score.route, Device::Flex)
+            .unwrap()
+            .effective(&kv, &config)
     }
 
     /// Published: 24 heads on 170 multiprocessors run 4,096 as 3,584 and 1,024 as 896, and keep 4,480.

@@ -20,6 +20,7 @@ use perplexity_model::backends;
 use perplexity_model::config::TextConfig;
 use perplexity_model::experts::CacheStatistics;
 use perplexity_model::inspect::Inspection;
+use perplexity_model::memory::Residency;
 use perplexity_model::rope::RopeExtension;
 use perplexity_model::route::Route;
 use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Window};
@@ -31,6 +32,7 @@ use sha2::{Digest, Sha256};
 use crate::Failure;
 use crate::flash_next;
 use crate::log::Log;
+use crate::memory::CardPlan;
 use crate::options::{Device, Input, ScoreOptions, UsageError};
 use crate::precision::Narrowing;
 
@@ -87,10 +89,15 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         kv_dtype: options.kv.described(),
         route: options.route.name().into(),
     };
+    let card = CardPlan::make(options, source.as_ref(), longest)?;
+    if let Some(card) = &card {
+        log.info(card.line());
+    }
     let hidden_size = u32::try_from(source.config().hidden_size).map_err(Failure::failed)?;
     let with_size = |save: SaveHidden| SaveHidden { hidden_size, ..save };
     let evaluation = evaluate::Options {
         provenance: Some(provenance),
+        batch: card.as_ref().map_or(options.evaluation.batch, |card| card.plan.batch),
         save_hidden: options.evaluation.save_hidden.clone().map(with_size),
         ..options.evaluation.clone()
     };
@@ -103,6 +110,9 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     let mut settings = settings(options, source.config(), extension, longest);
     options.precision.record(&mut settings, &load_options);
     options.flash_next.record(&mut settings, source.as_ref(), options.route);
+    if let Some(card) = &card {
+        card.record(options, source.config(), &mut settings);
+    }
     let state = options.resume.as_ref().map(|path| {
         let identity = resume::identity(&plan, &artifact, &settings, &evaluation);
         (path.clone(), identity)
@@ -124,6 +134,8 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     let directory = output_directory(options, &plan, &model.name, &signature).map_err(Failure::failed)?;
     let load = Instant::now();
     log.info(format_args!("loading weights | {}", bytes(model.bytes)));
+    let mut load_options = load_options;
+    load_options.residency = card.as_ref().map_or(Residency::Dense, |card| card.plan.residency);
     let scorer_options = ScorerOptions {
         route: options.route,
         kv: options.kv.codec().cloned(),
@@ -131,7 +143,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         load: load_options,
         delta_state_f16: options.precision.delta_state_f16(),
         prefill_chunk: options.prefill.effective(&options.kv, source.config()),
-        batch: options.evaluation.batch,
+        batch: evaluation.batch,
         threads: options.threads.map(usize::from),
         public_tokens: tokenizer.public_tokens(),
         flash_next: options.flash_next.options().clone(),

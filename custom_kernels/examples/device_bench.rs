@@ -8,7 +8,7 @@ use burn::backend::Cuda;
 use burn::tensor::{DType, Distribution, FloatDType, Tensor, backend::Backend};
 use perplexity_kernels::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, RotaryTable};
 use perplexity_kernels::cube_backend::CubeWeight;
-use perplexity_kernels::ops::expand_weight::Packing;
+use perplexity_kernels::ops::expand_weight::{Packing, StoredMatrix, StoredRows};
 use perplexity_kernels::ops::rotary::frequencies;
 use perplexity_kernels::precision::Precision::{Bf16, Full};
 
@@ -332,14 +332,25 @@ fn packed(device: &Device, rows: usize) {
             ("FP8 by row, 8-bit rows", Packing::Fp8Row, true),
             ("FP8 by row, 16-bit rows", Packing::Fp8Row, false),
             ("FP8 by tile", Packing::Fp8Tile, false),
-            ("NVFP4", Packing::Nvfp4, false),
+            ("NVFP4", Packing::Nvfp4 { divisors: 1 }, false),
             ("grouped 4 bits", Packing::Grouped { bits: 4 }, false),
         ] {
             let bytes = packing.planes(out, width).expect("a legal shape").bytes;
             // Codes and scales of a mixed bit pattern, none a NaN in any of the formats.
             let bytes: Vec<u8> = (0..bytes).map(|i| (i * 2_654_435_761 >> 13) as u8 & 0x3b).collect();
-            let weight = CubeWeight::packed(&bytes, packing, [out, width], eight_bit, device).expect("a legal matrix");
-            line(name, &weight);
+            let rows = [StoredRows {
+                bytes: bytes.into(),
+                packing,
+                shape: [out, width],
+                rows: 0..out,
+            }];
+            let matrix = StoredMatrix::stack(&rows)
+                .expect("a legal matrix")
+                .expect("one packing");
+            line(
+                name,
+                &CubeWeight::packed(&matrix, eight_bit, device).expect("addressable"),
+            );
         }
     }
 }

@@ -13,9 +13,9 @@ use std::fmt::Debug;
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
 
 use crate::ops::{
-    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expert_feed_forward, gated_delta_rule,
-    gated_rms_norm, offset_rms_norm, project, quantize_rows, rotary, round, route_experts, score_head, sigmoid_gate,
-    sparse_attention, swiglu,
+    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expand_weight::StoredMatrix,
+    expert_feed_forward, gated_delta_rule, gated_rms_norm, offset_rms_norm, project, quantize_rows, rotary, round,
+    route_experts, score_head, sigmoid_gate, sparse_attention, swiglu,
 };
 use crate::precision::Precision;
 
@@ -27,8 +27,24 @@ pub use crate::ops::route_experts::Routing;
 pub use crate::ops::score_head::{HeadRequest, HeadScores};
 pub use crate::ops::sparse_attention::BlockSelection;
 
+/// How a matrix that is stored in codes is kept on a device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum Residency {
+    #[default]
+    /// As values in bfloat16, rounded once on loading: for products with rows in 16 bits.
+    Dense,
+    /// As codes, expanded for each use.
+    Packed,
+    /// As codes; where the device multiplies FP8, rows in 16 bits are rounded to 8 bits for the product.
+    EightBit,
+}
+
 /// A burn backend with the operations of the forward pass.
 pub trait EvaluatorBackend: Backend {
+    /// Whether values live on a device of their own: stored matrices then go there as they are, and rows of the KV cache are
+    /// coded there.
+    const ON_DEVICE: bool = false;
+
     /// A matrix `[out, in]` in the form this backend multiplies with: packed panels, bfloat16, stored codes.
     type Weight: Clone + Debug + Send + Sync + 'static;
 
@@ -36,6 +52,16 @@ pub trait EvaluatorBackend: Backend {
     ///
     /// `stored` is the narrowest precision that holds every value exactly, so that a backend may keep them in it.
     fn weight(values: Vec<f32>, shape: [usize; 2], stored: Precision, device: &Self::Device) -> Self::Weight;
+
+    /// Takes a matrix as it is stored. `None` when this backend does not, or when a code stands for no finite number: the
+    /// caller decodes, and the decoder can say which one.
+    fn stored_weight(
+        _matrix: &StoredMatrix<'_>,
+        _residency: Residency,
+        _device: &Self::Device,
+    ) -> Option<Self::Weight> {
+        None
+    }
 
     /// The matrix as a float tensor `[out, in]`.
     fn dense(weight: &Self::Weight) -> Tensor<Self, 2>;

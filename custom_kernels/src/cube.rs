@@ -6,6 +6,7 @@
 use burn::tensor::{DType, Shape, Tensor, TensorPrimitive, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, ops::numeric::empty_device_contiguous_dtype};
 use cubecl::prelude::*;
+use cubecl::server::Handle;
 
 use crate::ops::gated_delta_rule::DeltaHeads;
 use crate::precision::Precision;
@@ -22,6 +23,20 @@ pub(crate) const UNITS: u32 = 256;
 pub trait KernelRuntime: CubeRuntime {
     /// Whether results observable in bfloat16 or half precision are stored in it.
     const NARROW: bool;
+
+    /// A buffer of `size` bytes with `pieces` in their places; what lies between them has no meaning.
+    fn upload(
+        client: &ComputeClient<Self>,
+        size: usize,
+        pieces: &mut dyn Iterator<Item = (usize, &[u8])>,
+        _device: &Self::Device,
+    ) -> Handle {
+        let mut whole = vec![0; size];
+        for (at, bytes) in pieces {
+            whole[at..][..bytes.len()].copy_from_slice(bytes);
+        }
+        client.create_from_slice(&whole)
+    }
 
     /// `addend + x w^T` or `x w^T`: `x` `[rows, in]`, `weight` `[out, in]`, into `out` type `dtype`.
     fn linear(

@@ -3,11 +3,12 @@
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_cubecl::{CubeBackend, CubeElement};
 
-use crate::backend::{DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, RotaryTable, Routing};
+use crate::backend::{DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, Residency, RotaryTable, Routing};
 use crate::cube::{CubeTensor, KernelRuntime, contiguous, empty, primitive, storage, tensor};
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
-    expand_weight::{self, ExpandError, Packing},
+    expand_weight::cube::{Packed, all_finite},
+    expand_weight::{ExpandError, Packing, StoredMatrix},
     expert_feed_forward, gated_delta_rule, offset_rms_norm, project, quantize_rows, rotary, round, score_head,
     sigmoid_gate::cube::{self as gate, Gate},
 };
@@ -31,10 +32,7 @@ pub enum CubeWeight<R: KernelRuntime> {
 /// Stored codes of a matrix.
 #[derive(Debug, Clone)]
 pub struct PackedWeight<R: KernelRuntime> {
-    words: CubeTensor<R>,
-    bytes: usize,
-    packing: Packing,
-    shape: [usize; 2],
+    codes: Packed<R>,
     /// Float32 scales of an FP8 matrix whose inputs may be 8-bit too.
     row_scales: Option<CubeTensor<R>>,
 }
@@ -45,36 +43,31 @@ fn dense_type<R: KernelRuntime>() -> DType {
 }
 
 impl<R: KernelRuntime> CubeWeight<R> {
-    /// Uploads the `bytes` of a packed matrix. With `eight_bit_inputs` the rows that meet an FP8 matrix may be rounded to
-    /// 8 bits where the runtime multiplies those.
+    /// Uploads a packed matrix. With `eight_bit_inputs` the rows that meet an FP8 matrix are rounded to 8 bits where the
+    /// runtime multiplies those.
     ///
     /// # Errors
-    /// When `bytes` is not a matrix of this packing and shape.
-    pub fn packed(
-        bytes: &[u8],
-        packing: Packing,
-        shape: [usize; 2],
-        eight_bit_inputs: bool,
-        device: &R::Device,
-    ) -> Result<Self, ExpandError> {
-        let planes = expand_weight::validate(packing, shape[0], shape[1], bytes.len())?;
+    /// When the matrix is larger than the runtime addresses.
+    pub fn packed(matrix: &StoredMatrix<'_>, eight_bit_inputs: bool, device: &R::Device) -> Result<Self, ExpandError> {
         let client = R::client(device);
-        let upload = |data: &[u8], elements: usize, dtype: DType| {
-            let handle = client.create_from_slice(data);
+        let tensor = |handle, elements: usize, dtype: DType| {
             CubeTensor::new_contiguous(client.clone(), device.clone(), [elements].into(), handle, dtype)
         };
-        let mut words = bytes.to_vec();
-        words.resize(bytes.len().next_multiple_of(4), 0);
-        let row_scales = (eight_bit_inputs && packing == Packing::Fp8Row && R::NARROW).then(|| {
-            let halves = bytes[planes.scales..].as_chunks::<2>().0;
-            let scales: Vec<f32> = halves.iter().map(|h| half::bf16::from_le_bytes(*h).to_f32()).collect();
-            upload(bytemuck::cast_slice(&scales), scales.len(), DType::F32)
-        });
+        let words = matrix.bytes().div_ceil(4);
+        let words = tensor(
+            R::upload(&client, 4 * words, &mut matrix.pieces(), device),
+            words,
+            DType::U32,
+        );
+        let row_scales = matrix
+            .row_scales()
+            .filter(|_| eight_bit_inputs && R::NARROW)
+            .map(|scales| {
+                let handle = client.create_from_slice(bytemuck::cast_slice(&scales));
+                tensor(handle, scales.len(), DType::F32)
+            });
         Ok(Self::Packed(PackedWeight {
-            words: upload(&words, words.len() / 4, DType::U32),
-            bytes: bytes.len(),
-            packing,
-            shape,
+            codes: Packed::new(words, matrix.packing(), matrix.shape())?,
             row_scales,
         }))
     }
@@ -83,22 +76,15 @@ impl<R: KernelRuntime> CubeWeight<R> {
     pub fn shape(&self) -> [usize; 2] {
         match self {
             Self::Dense(matrix) => [matrix.meta.shape()[0], matrix.meta.shape()[1]],
-            Self::Packed(packed) => packed.shape,
+            Self::Packed(packed) => packed.codes.shape,
         }
     }
 
-    /// The values, contiguous.
-    fn values(&self) -> CubeTensor<R> {
+    /// The values, contiguous: those of codes as `dtype`.
+    fn values(&self, dtype: DType) -> CubeTensor<R> {
         match self {
             Self::Dense(matrix) => contiguous(matrix.clone()),
-            Self::Packed(PackedWeight {
-                words,
-                bytes,
-                packing,
-                shape: [rows, columns],
-                ..
-            }) => expand_weight::cube::launch(words, *bytes, *packing, *rows, *columns, dense_type::<R>())
-                .expect("checked when it was uploaded"),
+            Self::Packed(packed) => packed.codes.values(dtype),
         }
     }
 }
@@ -127,8 +113,24 @@ where
         }
     }
 
+    const ON_DEVICE: bool = true;
+
+    fn stored_weight(matrix: &StoredMatrix<'_>, residency: Residency, device: &Self::Device) -> Option<Self::Weight> {
+        let eight_bit = residency == Residency::EightBit;
+        let packed = CubeWeight::packed(matrix, eight_bit, device).ok()?;
+        // Words of bfloat16 are their values, whatever they stand for.
+        if matrix.packing() == Packing::Bf16 {
+            return Some(CubeWeight::Dense(packed.values(dense_type::<R>())));
+        }
+        let values = packed.values(dense_type::<R>());
+        all_finite(&values).then(|| match residency {
+            Residency::Dense => CubeWeight::Dense(values),
+            Residency::Packed | Residency::EightBit => packed,
+        })
+    }
+
     fn dense(weight: &Self::Weight) -> Tensor<Self, 2> {
-        tensor(weight.values())
+        tensor(weight.values(DType::F32))
     }
 
     fn round<const D: usize>(x: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {
@@ -136,7 +138,18 @@ where
     }
 
     fn embed_tokens(table: &Self::Weight, ids: &[u32], batch: usize, to: Precision) -> Tensor<Self, 3> {
-        tensor(embed_tokens::cube::launch(table.values(), ids, batch, to))
+        match table {
+            CubeWeight::Dense(table) => {
+                let table = contiguous(table.clone());
+                tensor(embed_tokens::cube::launch(table, ids, batch, to))
+            }
+            CubeWeight::Packed(table) => {
+                let rows = table.codes.rows(ids, storage::<R>(to));
+                let width = table.codes.shape[1];
+                let rows: Tensor<Self, 2> = tensor(round::cube::launch(rows, to));
+                rows.reshape([batch, ids.len() / batch, width])
+            }
+        }
     }
 
     fn project(x: Tensor<Self, 3>, weight: &Self::Weight, to: Precision) -> Tensor<Self, 3> {
@@ -300,6 +313,13 @@ where
             SMALL_HEAD_TILE_ELEMENTS
         };
         let tile = (elements / head.shape()[0]).clamp(1, rows.max(1));
+        // Expanded once for all tiles.
+        let head = &match head {
+            CubeWeight::Packed(packed) if packed.row_scales.is_none() => {
+                CubeWeight::Dense(packed.codes.values(product_type::<R>(&primitive(hidden.clone()))))
+            }
+            other => other.clone(),
+        };
         // Queued for all tiles first: reading waits for the device.
         let reduced: Vec<_> = (0..rows)
             .step_by(tile)
@@ -316,6 +336,15 @@ where
             push(&mut scores, &read::<R, f32>(values), &read::<R, u32>(ids), ask);
         }
         scores
+    }
+}
+
+/// What codes are expanded to for a product with `rows`: rows in float32 meet every value as it is.
+fn product_type<R: KernelRuntime>(rows: &CubeTensor<R>) -> DType {
+    if rows.dtype == DType::F32 {
+        DType::F32
+    } else {
+        dense_type::<R>()
     }
 }
 
@@ -345,12 +374,12 @@ where
         && let (Some(scales), DType::BF16, DType::BF16, true) = (&packed.row_scales, rows.dtype, dtype, addable)
     {
         let (codes, row_scales) = quantize_rows::cube::launch(&rows, width);
-        let weight = (&packed.words, scales);
-        if let Some(y) = R::linear_e4m3((&codes, &row_scales), weight, packed.shape, add.as_ref()) {
+        let weight = (&packed.codes.words, scales);
+        if let Some(y) = R::linear_e4m3((&codes, &row_scales), weight, packed.codes.shape, add.as_ref()) {
             return tensor::<R, _, 2>(y).reshape([batch, tokens, outputs]);
         }
     }
-    let values = weight.values();
+    let values = weight.values(product_type(&rows));
     let product = if !addable {
         None
     } else if rows.dtype == DType::F32 && dtype == DType::F32 {

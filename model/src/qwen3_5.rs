@@ -88,6 +88,11 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
     ) -> Result<Self, ModelError> {
         let config: &TextConfig = source.config();
         let loader = Loader::<B>::new(source, options, device);
+        // A route that never rounds takes codes as they are.
+        let loader = match route.at(Boundary::Norm) {
+            Precision::Full => loader.unrounded(),
+            _ => loader,
+        };
         let blocks = (0..config.layer_types.len())
             .map(|i| Block::load(&loader, config, i))
             .collect::<Result<_, _>>()?;
@@ -150,7 +155,13 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
                 .iter()
                 .enumerate()
                 .map(|(layer, block)| {
-                    block.state(batch, capacity, self.kv.as_ref().map(|kv| (kv, layer)), &self.device)
+                    block.state(
+                        batch,
+                        capacity,
+                        self.kv.as_ref().map(|kv| (kv, layer)),
+                        self.route,
+                        &self.device,
+                    )
                 })
                 .collect(),
             rotary: self.rotary.table(capacity, &self.device),

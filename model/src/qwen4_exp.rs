@@ -190,7 +190,8 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
         let config: &TextConfig = source.config();
         let table = options.open_table(source, dims)?;
         let as_it_is = LoadOptions::default();
-        let loader = Loader::<B>::new(source, &as_it_is, device);
+        // Several of its projections meet float32 rows: no matrix is rounded on loading.
+        let loader = Loader::<B>::new(source, &as_it_is, device).unrounded();
         let blocks = (0..config.layer_types.len())
             .map(|index| Block::load(&loader, source, dims, options, route, index))
             .collect::<Result<_, _>>()?;

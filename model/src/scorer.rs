@@ -93,7 +93,7 @@ pub struct ScorerOptions {
 }
 
 impl ScorerOptions {
-    /// The normal route, passes of 1,024 tokens, one window at a time, all cores.
+    /// The normal route, passes of 1,024 tokens, one window at a time, all cores, expanded weights.
     pub fn new(public_tokens: usize) -> Self {
         Self {
             route: Route::Normal,
@@ -223,6 +223,14 @@ pub enum ModelError {
     /// Whoever took whole rows stopped.
     #[error("{0}")]
     Row(RowError),
+    /// A device that cannot be used.
+    #[error("device {device}: {reason}")]
+    Device {
+        /// The device, as options spell it.
+        device: String,
+        /// Why.
+        reason: String,
+    },
     /// The thread pool could not be started.
     #[error("cannot start {threads} threads: {reason}")]
     Threads {

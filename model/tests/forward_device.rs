@@ -6,7 +6,11 @@
 mod forward_common;
 
 use forward_common::{checkpoint, data, json, sliding, tensors, total_nll};
+use perplexity_kv::options::KvOptions;
 use perplexity_model::backends;
+use perplexity_model::bindings::ArtifactSource;
+use perplexity_model::convert::{ConvertOptions, Recipe, convert};
+use perplexity_model::memory::Residency;
 use perplexity_model::route::Route;
 use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Scores, Window};
 use perplexity_model::source::TextSource;
@@ -61,6 +65,11 @@ fn perplexity(scores: &[Scores]) -> f64 {
     (-all().map(|&lp| f64::from(lp)).sum::<f64>() / all().count() as f64).exp()
 }
 
+/// The asked devices that score whole texts in seconds: software rendering does not.
+fn fast_devices() -> impl Iterator<Item = (&'static str, Load)> {
+    asked_devices().into_iter().filter(|(name, _)| *name != "vulkan")
+}
+
 /// How many tokens of each text a device scores: software rendering is slow.
 fn tokens_for(device: &str) -> usize {
     if device == "vulkan" { 150 } else { usize::MAX }
@@ -70,7 +79,7 @@ fn tokens_for(device: &str) -> usize {
 fn golden_texts_have_hugging_faces_perplexities() {
     let golden = json("golden/golden.json");
     let source = checkpoint("demo_hf");
-    for (name, load) in asked_devices().into_iter().filter(|(name, _)| *name != "vulkan") {
+    for (name, load) in fast_devices() {
         for (route, key, tolerance) in [(Route::Exact, "f32_ppl", 1e-3), (Route::Normal, "bf16_ppl", 4e-3)] {
             let mut scorer = load(&source, &ScorerOptions { route, ..options() }).unwrap();
             for ((file, windows), stream) in golden_windows(usize::MAX)
@@ -234,6 +243,76 @@ fn passes_continue_where_the_last_one_ended() {
                 relative.abs() < 1e-4,
                 "{name}: passes of {chunk} tokens change the perplexity by {relative:e}"
             );
+        }
+    }
+}
+
+/// Every stored format, expanded on loading and for each use: without rounding the CPU's figures, else near them.
+#[cfg(feature = "flex")]
+#[test]
+fn stored_formats_score_as_on_the_cpu() {
+    let folder = tempfile::tempdir().unwrap();
+    for recipe in ["bf16", "q4", "q5", "q6", "q8", "fp8", "nvfp4", "qwen3_8_27b_nvfp4"] {
+        let path = folder.path().join(format!("{recipe}.ninfer"));
+        let recipe_options = ConvertOptions::new(Recipe::named(recipe).unwrap());
+        convert(&data("demo_hf"), &path, &recipe_options, &mut |_| ()).unwrap();
+        let source = ArtifactSource::open(&path).unwrap();
+        for (name, load) in fast_devices() {
+            let windows: Vec<Window> = golden_windows(700)
+                .into_iter()
+                .map(|(_, windows)| windows[0].clone())
+                .collect();
+            for (route, residency, tolerance) in [
+                (Route::Exact, Residency::Packed, 1e-5),
+                (Route::Normal, Residency::Packed, 3e-3),
+                (Route::Normal, Residency::Dense, 3e-3),
+            ] {
+                let mut options = ScorerOptions { route, ..options() };
+                options.load.residency = residency;
+                let score = |load: Load| {
+                    let mut scorer = load(&source, &options).unwrap();
+                    perplexity(&scorer.score(&windows, &Ask::default()).unwrap())
+                };
+                let (got, want) = (score(load), score(backends::flex::load));
+                let relative = got / want - 1.0;
+                let what = format!("{name} {recipe}, {}, {residency:?}", route.name());
+                println!("{what}: {got:.6}, {relative:+.2e} from the CPU");
+                assert!(relative.abs() < tolerance, "{what}: {relative:e}");
+            }
+        }
+    }
+}
+
+/// Every KV format, rows decoded on the device where the format allows it.
+#[cfg(feature = "flex")]
+#[test]
+fn kv_formats_score_as_on_the_cpu() {
+    let source = checkpoint("demo_hf");
+    for (name, load) in fast_devices() {
+        let windows: Vec<Window> = golden_windows(500)
+            .into_iter()
+            .map(|(_, windows)| windows[0].clone())
+            .collect();
+        for dtype in [
+            "bf16", "int8", "fp8", "nvfp4", "k8v4", "vq2", "rk4v4", "rk4v4-e8", "turbo4", "kivi4",
+        ] {
+            for (route, tolerance) in [(Route::Exact, 2e-5), (Route::Normal, 3e-3)] {
+                let options = ScorerOptions {
+                    route,
+                    kv: Some(KvOptions::new(dtype.parse().unwrap())),
+                    batch: 4,
+                    ..options()
+                };
+                let score = |load: Load| {
+                    let mut scorer = load(&source, &options).unwrap();
+                    perplexity(&scorer.score(&windows, &Ask::default()).unwrap())
+                };
+                let (got, want) = (score(load), score(backends::flex::load));
+                let relative = got / want - 1.0;
+                let what = format!("{name} {dtype}, {}", route.name());
+                println!("{what}: {got:.6}, {relative:+.2e} from the CPU");
+                assert!(relative.abs() < tolerance, "{what}: {relative:e}");
+            }
         }
     }
 }

@@ -3,6 +3,7 @@
 mod common;
 mod conversion;
 mod demo;
+mod device;
 mod faults;
 mod flash_next;
 mod guides;

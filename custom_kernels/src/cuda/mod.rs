@@ -5,9 +5,11 @@
 //! stream, memory and compiled-kernel cache.
 
 mod attention;
+pub mod card;
 mod delta;
 pub mod gemm;
 mod source;
+mod upload;
 mod wide_rows;
 
 use std::collections::HashMap;
@@ -15,6 +17,8 @@ use std::sync::{LazyLock, Mutex};
 
 use burn::tensor::DType;
 use cubecl::cuda::{CudaDevice, CudaRuntime};
+use cubecl::prelude::ComputeClient;
+use cubecl::server::Handle;
 use cudarc::driver::{result::device as driver_device, sys::CUdevice_attribute};
 
 use crate::cube::{CubeTensor, KernelRuntime};
@@ -31,6 +35,15 @@ const AMPERE: i32 = 8;
 
 impl KernelRuntime for CudaRuntime {
     const NARROW: bool = true;
+
+    fn upload(
+        client: &ComputeClient<Self>,
+        size: usize,
+        pieces: &mut dyn Iterator<Item = (usize, &[u8])>,
+        device: &CudaDevice,
+    ) -> Handle {
+        upload::upload(client, size, pieces, device)
+    }
 
     fn linear(x: &CudaTensor, weight: &CudaTensor, addend: Option<&CudaTensor>, dtype: DType) -> Option<CudaTensor> {
         if let (DType::F32, DType::BF16, None, DType::F32) = (x.dtype, weight.dtype, addend, dtype)

@@ -8,3 +8,12 @@ pub mod flex;
 pub mod ndarray;
 #[cfg(feature = "vulkan")]
 pub mod vulkan;
+
+/// What a device says of itself before anything is loaded.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DeviceFacts {
+    /// Its own name.
+    pub name: Option<String>,
+    /// Bytes of its memory that nobody uses.
+    pub free_bytes: Option<u64>,
+}

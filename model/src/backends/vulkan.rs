@@ -3,8 +3,14 @@
 use burn::backend::Vulkan;
 use burn::backend::wgpu::WgpuDevice;
 
+use super::DeviceFacts;
 use crate::scorer::{ModelError, Scorer, ScorerOptions, WindowScorer};
 use crate::source::TextSource;
+
+/// What the device says of itself: nothing that a plan could use.
+pub fn facts() -> DeviceFacts {
+    DeviceFacts::default()
+}
 
 /// Loads the model of `source` onto the device that the Vulkan loader puts first.
 ///

@@ -15,7 +15,7 @@ use super::linear::Linear;
 use super::loader::Loader;
 use super::norm::OffsetNorm;
 use crate::config::{AttentionConfig, TextConfig};
-use crate::route::Boundary;
+use crate::route::{Boundary, Route};
 use crate::scorer::ModelError;
 
 /// One attention layer.
@@ -66,13 +66,16 @@ impl<B: EvaluatorBackend> Attention<B> {
         batch: usize,
         capacity: usize,
         kv: Option<(&KvOptions, usize)>,
+        route: Route,
         device: &B::Device,
     ) -> KvCache<B> {
         let shape = [batch, self.num_kv_heads, capacity, self.head_dim];
-        match kv {
-            Some((kv, layer)) => KvCache::coded(shape, kv, layer),
-            None => KvCache::new(shape, device),
-        }
+        let Some((kv, layer)) = kv else {
+            return KvCache::new(shape, device);
+        };
+        let output = route.at(Boundary::AttentionOutput);
+        let decoded = B::ON_DEVICE.then(|| KvCache::decoded(shape, kv, layer, output, device));
+        decoded.flatten().unwrap_or_else(|| KvCache::coded(shape, kv, layer))
     }
 
     /// `residual + attention(h)`, both `[batch, tokens, hidden]`.

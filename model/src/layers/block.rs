@@ -13,7 +13,7 @@ use super::mlp::Mlp;
 use super::moe::Moe;
 use super::norm::OffsetNorm;
 use crate::config::{FeedForwardConfig, LayerType, TextConfig};
-use crate::route::Boundary;
+use crate::route::{Boundary, Route};
 use crate::scorer::ModelError;
 
 /// A mixer and a feed-forward, each behind its norm.
@@ -90,10 +90,11 @@ impl<B: EvaluatorBackend> Block<B> {
         batch: usize,
         capacity: usize,
         kv: Option<(&KvOptions, usize)>,
+        route: Route,
         device: &B::Device,
     ) -> BlockState<B> {
         match &self.mixer {
-            Mixer::Attention(attention) => BlockState::Attention(attention.cache(batch, capacity, kv, device)),
+            Mixer::Attention(attention) => BlockState::Attention(attention.cache(batch, capacity, kv, route, device)),
             Mixer::DeltaNet(delta_net) => BlockState::DeltaNet(delta_net.state(batch, device)),
         }
     }

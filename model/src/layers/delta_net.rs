@@ -68,8 +68,8 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
         Ok(Self {
             qkv: loader.stacked_linear(&[("query", keys), ("key", keys), ("value", values)], hidden)?,
             z: loader.linear("z", [values, hidden])?,
-            a: loader.matrix("a_projection", [value_heads, hidden])?,
-            b: loader.matrix("b_projection", [value_heads, hidden])?,
+            a: loader.unrounded().matrix("a_projection", [value_heads, hidden])?,
+            b: loader.unrounded().matrix("b_projection", [value_heads, hidden])?,
             a_log: loader.tensor("a_log", [value_heads])?,
             dt_bias: loader.tensor("dt_bias", [value_heads])?,
             convolution: loader

@@ -7,13 +7,17 @@
 //! ```text
 //! k' = B_k k,  v' = B_v v  stored in the codec's bases;   o = B_v^-1 attention(B_k q, k', v')
 //! ```
+//!
+//! On a device of its own the rows stay there: coded and decoded in tensor operations, bit for bit as on the host, and kept
+//! as decoded in half precision (float32 where the result is), over which the device's own attention runs.
 
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{FloatDType, Tensor, TensorData};
 use perplexity_kernels::backend::BlockSelection;
 use perplexity_kernels::{EvaluatorBackend, Precision};
 use perplexity_kv::attention::{Emulation, attend};
+use perplexity_kv::basis::Basis;
 use perplexity_kv::options::KvOptions;
-use perplexity_kv::registry::KvPair;
+use perplexity_kv::registry::{KvPair, Side};
 use perplexity_kv::store::{LayerStore, SideStore};
 
 /// Rows of every token so far.
@@ -33,6 +37,43 @@ enum Rows<B: EvaluatorBackend> {
         pair: KvPair,
         emulation: Emulation,
     },
+    /// Decoded rows of codecs of single tokens, `[batch, kv_heads, capacity, head_dim]` in the stored bases.
+    Decoded {
+        rows: Option<[Tensor<B, 4>; 2]>,
+        pair: KvPair,
+        /// `B_k` and `B_v^-1`, `[head_dim, head_dim]`; `None` for an identity.
+        bases: [Option<B::Weight>; 2],
+        /// Of decoded rows and of the queries that meet them.
+        precision: Precision,
+    },
+}
+
+/// Whether devices of their own keep the decoded rows of this layer: codecs of which every query reads one decoded row per
+/// token, and that exist in tensor operations.
+pub fn is_decoded_on_devices(kv: &KvOptions, layer: usize) -> bool {
+    let pair = kv.dtype.layer(layer);
+    let single = |side: &Side| {
+        let spec = side.spec();
+        spec.block_tokens() == 1 && !(kv.window && spec.window().is_some()) && !matches!(side, Side::Custom(_))
+    };
+    single(&pair.k) && single(&pair.v) && kv.emulation == Emulation::Format
+}
+
+/// The rows `x` of a basis as a product `x W^T`.
+fn basis_matrix<B: EvaluatorBackend>(
+    basis: Basis,
+    head_dim: usize,
+    transform: fn(Basis, &mut [f32], usize),
+    device: &B::Device,
+) -> Option<B::Weight> {
+    (basis != Basis::Identity).then(|| {
+        let mut images = vec![0.0; head_dim * head_dim];
+        (0..head_dim).for_each(|i| images[i * (head_dim + 1)] = 1.0);
+        transform(basis, &mut images, head_dim);
+        // Row `i` is the image of unit vector `i`; a weight holds them as columns.
+        let transposed = (0..images.len()).map(|at| images[at % head_dim * head_dim + at / head_dim]);
+        B::weight(transposed.collect(), [head_dim, head_dim], Precision::Full, device)
+    })
 }
 
 impl<B: EvaluatorBackend> KvCache<B> {
@@ -59,9 +100,30 @@ impl<B: EvaluatorBackend> KvCache<B> {
         }
     }
 
+    /// As [`KvCache::coded`], rows kept on `device` as decoded, in half precision where results in `to` are 16 bits wide;
+    /// `None` where [`is_decoded_on_devices`] says no.
+    pub fn decoded(shape: [usize; 4], kv: &KvOptions, layer: usize, to: Precision, device: &B::Device) -> Option<Self> {
+        if !is_decoded_on_devices(kv, layer) {
+            return None;
+        }
+        let pair = kv.dtype.layer(layer).clone();
+        let head_dim = shape[3];
+        let bases = [
+            basis_matrix::<B>(pair.k.spec().basis(), head_dim, Basis::forward, device),
+            basis_matrix::<B>(pair.v.spec().basis(), head_dim, Basis::inverse, device),
+        ];
+        let rows = Rows::Decoded {
+            rows: Some([Tensor::zeros(shape, device), Tensor::zeros(shape, device)]),
+            pair,
+            bases,
+            precision: if to == Precision::Full { to } else { Precision::F16 },
+        };
+        Some(Self { rows, tokens: 0 })
+    }
+
     /// Whether a codec rounds the rows, so that nothing else should.
     pub fn is_coded(&self) -> bool {
-        matches!(self.rows, Rows::Coded { .. })
+        !matches!(self.rows, Rows::Plain(_))
     }
 
     /// Bytes held for packed rows, and for the exact copies of windowed codecs; `None` without a codec.
@@ -95,6 +157,18 @@ impl<B: EvaluatorBackend> KvCache<B> {
                     window.v.append(values);
                 }
             }
+            Rows::Decoded {
+                rows, pair, precision, ..
+            } => {
+                let decoded = |side: Side, x| B::round(through_codec(side, x), *precision);
+                let (keys, values) = (decoded(pair.k, keys), decoded(pair.v, values));
+                *rows = rows.take().map(|[k, v]| {
+                    [
+                        B::append_rows(k, keys, self.tokens),
+                        B::append_rows(v, values, self.tokens),
+                    ]
+                });
+            }
         }
         self.tokens += appended;
     }
@@ -127,6 +201,14 @@ impl<B: EvaluatorBackend> KvCache<B> {
                 pair,
                 emulation,
             } => attend_coded(windows, pair, *emulation, q, first_position, selection, to),
+            Rows::Decoded {
+                rows, bases, precision, ..
+            } => {
+                let rows = rows.clone().expect("appending always puts the rows back");
+                let q = B::round(in_basis(q, bases[0].as_ref(), Precision::Full), *precision);
+                let o = attend_rows(q, rows, first_position, selection, to);
+                in_basis(o, bases[1].as_ref(), to)
+            }
         }
     }
 }
@@ -142,6 +224,23 @@ fn attend_rows<B: EvaluatorBackend>(
         None => B::causal_attention(q, keys, values, first_position, to),
         Some(selection) => B::sparse_attention(q, keys, values, selection, to),
     }
+}
+
+/// `x` `[batch, tokens, heads, head_dim]` as the codec's decoder gives it back, in the stored basis.
+fn through_codec<B: EvaluatorBackend>(side: Side, x: Tensor<B, 4>) -> Tensor<B, 4> {
+    let shape @ [batch, tokens, heads, head_dim] = x.dims();
+    let rows = x.cast(FloatDType::F32).reshape([batch * tokens, heads, head_dim]);
+    let codec = side.tensor::<B>();
+    codec
+        .load(codec.store(codec.basis().forward_tensor(rows)))
+        .reshape(shape)
+}
+
+/// `x` times a basis, if there is one.
+fn in_basis<B: EvaluatorBackend>(x: Tensor<B, 4>, basis: Option<&B::Weight>, to: Precision) -> Tensor<B, 4> {
+    let Some(basis) = basis else { return x };
+    let shape @ [batch, tokens, heads, head_dim] = x.dims();
+    B::project(x.reshape([batch, tokens * heads, head_dim]), basis, to).reshape(shape)
 }
 
 /// Attention over packed rows. Where every query reads the same decoded rows the backend attends over them; windows and

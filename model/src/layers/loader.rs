@@ -1,7 +1,11 @@
 //! From named parameters to weights on the device.
+//!
+//! A matrix that the source stores in codes goes to a backend that takes them as it is stored; everything else, and whatever
+//! such a backend refuses, is decoded to float32 first.
 
 use burn::tensor::{Tensor, TensorData};
-use perplexity_kernels::backend::Expert;
+use perplexity_kernels::backend::{Expert, Residency};
+use perplexity_kernels::ops::expand_weight::{StoredMatrix, StoredRows};
 use perplexity_kernels::{EvaluatorBackend, Precision};
 
 use super::linear::{Input, Linear};
@@ -10,10 +14,13 @@ use crate::calibrate::Maxima;
 use crate::formats::{self, EncodeMethod, Format, FormatError};
 use crate::scorer::ModelError;
 use crate::source::TextSource;
+use crate::stored::stored_rows;
 
 /// What becomes of weights on loading.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LoadOptions {
+    /// How matrices stored in codes are kept on a device that takes codes.
+    pub residency: Residency,
     /// Grouped-integer format that the output head is rounded to.
     pub output_head: Option<Format>,
     /// The same of the token embedding.
@@ -41,16 +48,18 @@ pub struct Loader<'a, B: EvaluatorBackend> {
     source: &'a dyn TextSource,
     options: &'a LoadOptions,
     device: &'a B::Device,
+    residency: Residency,
     prefix: String,
 }
 
 impl<'a, B: EvaluatorBackend> Loader<'a, B> {
-    /// Names are taken under `text/`.
+    /// Names are taken under `text/`; matrices in codes are kept as the options say where the backend takes them.
     pub fn new(source: &'a dyn TextSource, options: &'a LoadOptions, device: &'a B::Device) -> Self {
         Self {
             source,
             options,
             device,
+            residency: options.residency,
             prefix: "text/".into(),
         }
     }
@@ -63,9 +72,17 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
         }
     }
 
+    /// For matrices that meet float32 rows: none of their values is rounded.
+    pub fn unrounded(&self) -> Self {
+        Self {
+            residency: Residency::Packed,
+            ..self.clone()
+        }
+    }
+
     /// Matrix `[out, in]`.
     pub fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<B::Weight, ModelError> {
-        Ok(self.weight(self.values(name, &shape)?, shape))
+        self.stacked(&[(name, shape[0])], shape[1])
     }
 
     /// Matrix `[out, in]` as a projection.
@@ -75,6 +92,9 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
 
     /// Matrices `[rows, columns]` on top of one another, as one weight.
     pub fn stacked(&self, parts: &[(&str, usize)], columns: usize) -> Result<B::Weight, ModelError> {
+        if let Some(weight) = self.stored(parts, columns)? {
+            return Ok(weight);
+        }
         let mut values = Vec::new();
         for &(name, rows) in parts {
             values.extend(self.values(name, &[rows, columns])?);
@@ -118,6 +138,13 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
 
     /// Two matrices of one shape; the second is `None` when it equals the first.
     pub fn pair(&self, names: [&str; 2], shape: [usize; 2]) -> Result<(B::Weight, Option<B::Weight>), ModelError> {
+        let [first, second] = names.map(|name| [(name, shape[0])]);
+        if let Some(weight) = self.stored(&first, shape[1])? {
+            // Equal bytes in one format are equal values; the reverse is not worth decoding both.
+            let same = self.rows(&first, shape[1])? == self.rows(&second, shape[1])?;
+            let other = (!same).then(|| self.stacked(&second, shape[1]));
+            return Ok((weight, other.transpose()?));
+        }
         let (first, second) = (self.values(names[0], &shape)?, self.values(names[1], &shape)?);
         let second = (first != second).then(|| self.weight(second, shape));
         Ok((self.weight(first, shape), second))
@@ -127,6 +154,31 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
     pub fn tensor<const D: usize>(&self, name: &str, shape: [usize; D]) -> Result<Tensor<B, D>, ModelError> {
         let values = self.values(name, &shape)?;
         Ok(Tensor::from_data(TensorData::new(values, shape), self.device))
+    }
+
+    /// The matrix as the backend keeps stored codes, if it does and they are one packed matrix.
+    fn stored(&self, parts: &[(&str, usize)], columns: usize) -> Result<Option<B::Weight>, ModelError> {
+        let rounded = |name: &str| self.options.format(&format!("{}{name}", self.prefix)).is_some();
+        if !B::ON_DEVICE || parts.iter().any(|(name, _)| rounded(name)) {
+            return Ok(None);
+        }
+        let Some(rows) = self.rows(parts, columns)? else {
+            return Ok(None);
+        };
+        // Bytes that are no such matrix are refused by the decoder, which names the object.
+        let matrix = StoredMatrix::stack(&rows).ok().flatten();
+        Ok(matrix.and_then(|matrix| B::stored_weight(&matrix, self.residency, self.device)))
+    }
+
+    fn rows(&self, parts: &[(&str, usize)], columns: usize) -> Result<Option<Vec<StoredRows<'a>>>, ModelError> {
+        let mut all = Vec::new();
+        for &(name, rows) in parts {
+            match stored_rows(self.source, &format!("{}{name}", self.prefix), [rows, columns])? {
+                Some(rows) => all.extend(rows),
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(all))
     }
 
     /// Given values as a matrix `[out, in]`.

@@ -6,13 +6,17 @@
 //! | NVFP4 | E2M1, two per byte | E4M3 per 16 columns, over one float32 divisor of the matrix |
 //! | FP8 by row | E4M3 | bfloat16 per row, multiplied |
 //! | FP8 by tile | E4M3 | float32 per 128 x 128 tile, multiplied |
+//! | bfloat16 | the value | none |
 //!
 //! Planes lie behind one another as the artifact stores them; a matrix is expanded from those bytes as they are.
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 pub(crate) mod cube;
+mod stored;
 
 use half::{bf16, f16};
+
+pub use stored::{StoredMatrix, StoredRows};
 
 /// Rows of a grouped-integer matrix are padded to this many columns.
 const GROUPED_COLUMNS: usize = 128;
@@ -31,12 +35,17 @@ pub enum Packing {
         /// Bits per code.
         bits: u32,
     },
-    /// E2M1 codes, E4M3 scales in swizzled 128 x 4 tiles, a float32 divisor at the end.
-    Nvfp4,
+    /// E2M1 codes, E4M3 scales in swizzled 128 x 4 tiles, float32 divisors at the end.
+    Nvfp4 {
+        /// Divisors, each of as many consecutive rows.
+        divisors: usize,
+    },
     /// E4M3 codes, a bfloat16 scale per row.
     Fp8Row,
     /// E4M3 codes, a float32 scale per 128 x 128 tile.
     Fp8Tile,
+    /// The values themselves.
+    Bf16,
 }
 
 /// A matrix that cannot be expanded.
@@ -46,12 +55,16 @@ pub enum ExpandError {
     #[error("grouped integers of {0} bits: expected 4, 5, 6 or 8")]
     Bits(u32),
     /// The swizzled scales of NVFP4 cover whole tiles only.
-    #[error("NVFP4 matrix of {rows} x {columns}: rows must be a multiple of 128 and columns of 64")]
+    #[error(
+        "NVFP4 matrix of {rows} x {columns} with {divisors} divisors: the rows of each must be a multiple of 128 and columns of 64"
+    )]
     Shape {
         /// Rows.
         rows: usize,
         /// Columns.
         columns: usize,
+        /// Divisors.
+        divisors: usize,
     },
     /// More elements or bytes than can be addressed.
     #[error("matrix of {rows} x {columns} is too large")]
@@ -88,8 +101,10 @@ pub struct Planes {
     pub high: usize,
     /// Scales.
     pub scales: usize,
-    /// One float32 of the whole matrix (NVFP4), else the end.
-    pub matrix_scale: usize,
+    /// Float32 divisors of blocks of rows (NVFP4), else the end.
+    pub divisors: usize,
+    /// Rows of one divisor (NVFP4), else all.
+    pub divisor_rows: usize,
     /// All bytes.
     pub bytes: usize,
 }
@@ -127,23 +142,42 @@ impl Packing {
                     groups,
                     high,
                     scales,
-                    matrix_scale: bytes,
+                    divisors: bytes,
+                    divisor_rows: rows,
                     bytes,
                 }
             }
-            Packing::Nvfp4 => {
-                if !rows.is_multiple_of(128) || !columns.is_multiple_of(64) {
-                    return Err(ExpandError::Shape { rows, columns });
+            Packing::Nvfp4 { divisors: count } => {
+                let whole_tiles = count > 0 && rows.is_multiple_of(count) && (rows / count).is_multiple_of(TILE);
+                if !whole_tiles || !columns.is_multiple_of(64) {
+                    return Err(ExpandError::Shape {
+                        rows,
+                        columns,
+                        divisors: count,
+                    });
                 }
                 let scales = aligned(rows * columns / 2);
-                let matrix_scale = scales + rows * columns / NVFP4_GROUP;
+                let divisors = scales + rows * columns / NVFP4_GROUP;
                 Planes {
                     group: NVFP4_GROUP,
                     groups: columns / NVFP4_GROUP,
                     high: scales,
                     scales,
-                    matrix_scale,
-                    bytes: matrix_scale + 4,
+                    divisors,
+                    divisor_rows: rows / count,
+                    bytes: divisors + 4 * count,
+                }
+            }
+            Packing::Bf16 => {
+                let bytes = 2 * rows * columns;
+                Planes {
+                    group: 0,
+                    groups: 0,
+                    high: bytes,
+                    scales: bytes,
+                    divisors: bytes,
+                    divisor_rows: rows,
+                    bytes,
                 }
             }
             Packing::Fp8Row | Packing::Fp8Tile => {
@@ -158,7 +192,8 @@ impl Packing {
                     groups: columns.div_ceil(TILE),
                     high: scales,
                     scales,
-                    matrix_scale: bytes,
+                    divisors: bytes,
+                    divisor_rows: rows,
                     bytes,
                 }
             }
@@ -216,14 +251,16 @@ pub fn reference(bytes: &[u8], packing: Packing, rows: usize, columns: usize) ->
             };
             f16::from_bits(word(planes.scales + 2 * group)).to_f32() * signed as f32
         }
-        Packing::Nvfp4 => {
+        Packing::Nvfp4 { .. } => {
             let scale = bytes[planes.scales + nvfp4_scale(n, k / NVFP4_GROUP, planes.groups)];
-            e2m1(nibble(n * columns + k)) * e4m3(scale) / float(planes.matrix_scale)
+            let divisor = float(planes.divisors + 4 * (n / planes.divisor_rows));
+            e2m1(nibble(n * columns + k)) * e4m3(scale) / divisor
         }
         Packing::Fp8Row => e4m3(bytes[n * columns + k]) * bf16::from_bits(word(planes.scales + 2 * n)).to_f32(),
         Packing::Fp8Tile => {
             e4m3(bytes[n * columns + k]) * float(planes.scales + 4 * (n / TILE * planes.groups + k / TILE))
         }
+        Packing::Bf16 => bf16::from_bits(word(2 * (n * columns + k))).to_f32(),
     };
     Ok((0..rows)
         .flat_map(|n| (0..columns).map(move |k| (n, k)))
@@ -296,7 +333,10 @@ mod tests {
         ] {
             assert_eq!(nvfp4_scale(n, g, 8), place, "row {n}, group {g}");
         }
-        assert_eq!(Packing::Nvfp4.planes(14336, 5120).unwrap().bytes, 41_287_684);
+        assert_eq!(
+            Packing::Nvfp4 { divisors: 1 }.planes(14336, 5120).unwrap().bytes,
+            41_287_684
+        );
     }
 
     #[test]
@@ -314,7 +354,10 @@ mod tests {
     fn impossible_matrices_are_refused_in_words() {
         let error = reference(&[0; 7], Packing::Fp8Row, 3, 5).unwrap_err();
         assert_eq!(error.to_string(), "Fp8Row matrix of 3 x 5 holds 7 bytes, expected 262");
-        assert!(matches!(Packing::Nvfp4.planes(100, 64), Err(ExpandError::Shape { .. })));
+        for (rows, divisors) in [(100, 1), (384, 2), (256, 0)] {
+            let refused = Packing::Nvfp4 { divisors }.planes(rows, 64);
+            assert!(matches!(refused, Err(ExpandError::Shape { .. })), "{rows} rows");
+        }
         assert!(matches!(
             Packing::Grouped { bits: 3 }.planes(1, 1),
             Err(ExpandError::Bits(3))

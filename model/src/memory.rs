@@ -1,0 +1,307 @@
+//! How much of a device's memory a run takes, worked out from the declarations alone, before anything is loaded:
+//!
+//! ```text
+//! weights + batch * (state of a window + rows of a pass) + tiles of the head + the device's own
+//! ```
+//!
+//! An upper bound by intent: it counts every row that a layer's formula names as held at once, and half as much again for
+//! what the allocator cannot reuse.
+
+use perplexity_kernels::Precision;
+pub use perplexity_kernels::backend::Residency;
+
+use crate::config::{FeedForwardConfig, LayerType, TextConfig};
+use crate::parameters::{Parameter, parameters};
+use crate::route::{Boundary, Route};
+use crate::source::{SourceError, StoredParameter, TextSource};
+
+/// What a device driver and libraries take for themselves: context, workspaces, compiled kernels.
+const DEVICE_OWN: u64 = 1 << 30;
+/// Logits in flight: a tile as it is multiplied, widened and reduced.
+const HEAD_TILES: u64 = 3;
+
+/// How a device stores results.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceStorage {
+    /// Bytes of a result observable in 16 bits.
+    pub narrow: u64,
+    /// Bytes of one tile of logits.
+    pub head_tile: u64,
+}
+
+impl DeviceStorage {
+    /// Cards that store bfloat16.
+    pub const NARROW: Self = Self {
+        narrow: 2,
+        head_tile: 1 << 30,
+    };
+    /// Devices that store float32 only.
+    pub const WIDE: Self = Self {
+        narrow: 4,
+        head_tile: 64 << 20,
+    };
+}
+
+/// The windows of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WindowShape {
+    /// Tokens that the longest window feeds.
+    pub tokens: usize,
+    /// Most tokens per pass and window.
+    pub prefill_chunk: usize,
+}
+
+/// The terms of the sum, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Needs {
+    /// Weights with every matrix expanded.
+    pub dense: u64,
+    /// Weights with matrices in codes, and the largest of them expanded.
+    pub packed: u64,
+    /// One window of a batch.
+    pub window: u64,
+    /// Whatever the batch.
+    pub fixed: u64,
+}
+
+/// How a run uses the memory it may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Plan {
+    /// Form of the weights.
+    pub residency: Residency,
+    /// Windows per batch.
+    pub batch: usize,
+    /// Bytes of the weights in that form.
+    pub weights: u64,
+    /// Bytes of all.
+    pub total: u64,
+}
+
+/// Not even the least form of a run fits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{batch} windows need {total} bytes, {weights} of them for weights; {budget} may be taken")]
+pub struct Shortfall {
+    /// Windows per batch.
+    pub batch: usize,
+    /// Bytes of the smaller form of the weights.
+    pub weights: u64,
+    /// Bytes of all.
+    pub total: u64,
+    /// Bytes that may be taken.
+    pub budget: u64,
+}
+
+/// Windows per batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Batch {
+    /// Exactly so many.
+    Exactly(usize),
+    /// As many as fit, at most so many.
+    UpTo(usize),
+}
+
+impl Needs {
+    /// What scoring `windows` with the model of `source` takes.
+    ///
+    /// # Errors
+    /// When the source does not say how a parameter is stored.
+    pub fn of(
+        source: &dyn TextSource,
+        route: Route,
+        storage: DeviceStorage,
+        windows: WindowShape,
+    ) -> Result<Self, SourceError> {
+        let config = source.config();
+        // Unrounded routes keep float32 rows and never round a weight.
+        let unrounded = route.at(Boundary::Norm) == Precision::Full;
+        let row = if unrounded { 4 } else { storage.narrow };
+        let (mut dense, mut packed, mut largest) = (0, 0, 0);
+        let mut embedding: Option<StoredParameter> = None;
+        for parameter in parameters(config) {
+            let stored = source.stored(&parameter.name)?;
+            match parameter.role {
+                "token_embedding" => embedding = Some(stored.clone()),
+                // One matrix under two names.
+                "output_head" if embedding.as_ref().is_some_and(|e| e.parts == stored.parts) => continue,
+                _ => {}
+            }
+            let weight = Weight::of(&parameter, &stored, storage.narrow, source.artifact().is_some());
+            dense += weight.dense;
+            packed += weight.packed;
+            if weight.packed < weight.dense {
+                largest = largest.max(stored.elements * row);
+            }
+        }
+        packed += largest;
+        if unrounded {
+            dense = packed;
+        }
+        let pass = windows.tokens.min(windows.prefill_chunk) as u64;
+        Ok(Self {
+            dense,
+            packed,
+            window: state(config, windows.tokens as u64) + pass * pass_row(config, row) * 3 / 2,
+            fixed: DEVICE_OWN + HEAD_TILES * storage.head_tile,
+        })
+    }
+
+    fn weights(&self, residency: Residency) -> u64 {
+        match residency {
+            Residency::Dense => self.dense,
+            Residency::Packed | Residency::EightBit => self.packed,
+        }
+    }
+
+    /// Bytes of all with `batch` windows.
+    pub fn total(&self, residency: Residency, batch: usize) -> u64 {
+        self.weights(residency) + self.fixed + batch as u64 * self.window
+    }
+
+    /// Expanded weights where they leave room for the batch, else codes; then as many windows as fit.
+    ///
+    /// # Errors
+    /// When neither leaves room for the batch, or for one window.
+    pub fn plan(&self, budget: Option<u64>, batch: Batch) -> Result<Plan, Shortfall> {
+        let budget = budget.unwrap_or(u64::MAX);
+        let (least, most) = match batch {
+            Batch::Exactly(n) => (n, n),
+            Batch::UpTo(n) => (1, n.max(1)),
+        };
+        let fits = |residency| self.total(residency, least) <= budget;
+        let Some(residency) = [Residency::Dense, Residency::Packed].into_iter().find(|r| fits(*r)) else {
+            let smaller = if self.packed < self.dense {
+                Residency::Packed
+            } else {
+                Residency::Dense
+            };
+            return Err(Shortfall {
+                batch: least,
+                weights: self.weights(smaller),
+                total: self.total(smaller, least),
+                budget,
+            });
+        };
+        let room = (budget - self.total(residency, 0)) / self.window.max(1);
+        let batch = usize::try_from(room).unwrap_or(most).clamp(least, most);
+        Ok(Plan {
+            residency,
+            batch,
+            weights: self.weights(residency),
+            total: self.total(residency, batch),
+        })
+    }
+}
+
+/// Bytes of one parameter in either form.
+struct Weight {
+    dense: u64,
+    packed: u64,
+}
+
+impl Weight {
+    /// `codes`: whether the source hands out stored codes.
+    fn of(parameter: &Parameter, stored: &StoredParameter, narrow: u64, codes: bool) -> Self {
+        let all = |formats: &[&str]| stored.parts.iter().all(|part| formats.contains(&part.format));
+        // Vectors and what no kernel expands are float32 on the device.
+        if parameter.shape.len() != 2 || !(all(&["bf16"]) || codes && all(PACKED)) {
+            let bytes = 4 * stored.elements;
+            return Self {
+                dense: bytes,
+                packed: bytes,
+            };
+        }
+        let dense = narrow * stored.elements;
+        let packed = if all(&["bf16"]) {
+            dense
+        } else {
+            stored.parts.iter().map(|part| part.bytes).sum()
+        };
+        Self { dense, packed }
+    }
+}
+
+/// Formats that devices keep in codes.
+const PACKED: &[&str] = &[
+    "q4_g64_fp16",
+    "q5_g64_fp16",
+    "q6_g64_fp16",
+    "q8_g32_fp16",
+    "nvfp4",
+    "fp8_e4m3fn_row_bf16",
+    "fp8_e4m3fn_block128_f32",
+];
+
+/// Bytes that a window of `tokens` carries from pass to pass: keys and values in float32, as they begin, the delta rule's
+/// states and the convolutions' tails.
+fn state(config: &TextConfig, tokens: u64) -> u64 {
+    let layers = |kind| config.layer_types.iter().filter(|layer| **layer == kind).count() as u64;
+    let attention = config.attention.as_ref().map_or(0, |dims| {
+        layers(LayerType::FullAttention) * 2 * (dims.num_kv_heads * dims.head_dim) as u64 * tokens * 4
+    });
+    let delta = config.delta_net.as_ref().map_or(0, |dims| {
+        let state = dims.num_value_heads * dims.key_head_dim * dims.value_head_dim;
+        let tail = (dims.conv_kernel_dim - 1) * dims.conv_dim();
+        // The next state of a layer is made beside the last one.
+        (layers(LayerType::LinearAttention) + 1) * 4 * (state + tail) as u64
+    });
+    attention + delta
+}
+
+/// Bytes per token of the widest layer of a pass, rows of `row` bytes per element.
+fn pass_row(config: &TextConfig, row: u64) -> u64 {
+    let hidden = config.hidden_size as u64;
+    let attention = config.attention.as_ref().map_or(0, |dims| {
+        row * (5 * dims.num_heads * dims.head_dim + 4 * dims.num_kv_heads * dims.head_dim) as u64
+    });
+    let delta = config.delta_net.as_ref().map_or(0, |dims| {
+        row * (2 * dims.conv_dim() + 4 * dims.value_dim()) as u64 + 4 * hidden
+    });
+    let inner = match &config.feed_forward {
+        FeedForwardConfig::Dense { intermediate_size } => *intermediate_size,
+        FeedForwardConfig::Moe(dims) => {
+            dims.num_experts_per_tok * (dims.moe_intermediate_size + config.hidden_size)
+                + dims.shared_expert_intermediate_size
+        }
+    };
+    3 * row * hidden + attention.max(delta).max(row * 3 * inner as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NEEDS: Needs = Needs {
+        dense: 54,
+        packed: 22,
+        window: 4,
+        fixed: 6,
+    };
+
+    #[test]
+    fn the_batch_is_what_the_budget_leaves_room_for() {
+        let plan = |budget, batch| {
+            NEEDS
+                .plan(budget, batch)
+                .map(|plan| (plan.residency, plan.batch, plan.total))
+        };
+        assert_eq!(plan(None, Batch::UpTo(4)), Ok((Residency::Dense, 4, 76)));
+        assert_eq!(plan(Some(71), Batch::UpTo(4)), Ok((Residency::Dense, 2, 68)));
+        assert_eq!(plan(Some(64), Batch::UpTo(4)), Ok((Residency::Dense, 1, 64)));
+        assert_eq!(plan(Some(63), Batch::UpTo(4)), Ok((Residency::Packed, 4, 44)));
+        assert_eq!(plan(Some(67), Batch::Exactly(2)), Ok((Residency::Packed, 2, 36)));
+        assert_eq!(plan(Some(32), Batch::UpTo(4)), Ok((Residency::Packed, 1, 32)));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_its_sum() {
+        let refused = Shortfall {
+            batch: 1,
+            weights: 22,
+            total: 32,
+            budget: 31,
+        };
+        assert_eq!(NEEDS.plan(Some(31), Batch::UpTo(4)), Err(refused));
+        let refused = NEEDS.plan(Some(40), Batch::Exactly(4)).unwrap_err();
+        assert_eq!((refused.batch, refused.total), (4, 44));
+    }
+}

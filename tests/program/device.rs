@@ -1,0 +1,64 @@
+//! The software Vulkan device (`--features vulkan`), and what of a card's options can be refused without one.
+
+use crate::common::{Dir, demo_artifact};
+
+#[cfg(feature = "vulkan")]
+mod vulkan {
+    use super::*;
+    use crate::common::{number, repository};
+
+    const PROTOCOL: &str = "--context 256 --stride 128 --log-level error";
+
+    fn text(dir: &Dir) -> std::path::PathBuf {
+        let whole = std::fs::read(repository("eval/corpora/open-1m/data/demo/english_long_form.txt")).unwrap();
+        dir.file("a.txt", &whole[..600])
+    }
+
+    #[test]
+    fn scores_as_the_cpu_does() {
+        let dir = Dir::new();
+        let text = text(&dir);
+        for (options, tolerance) in [("--route exact", 1e-5), ("", 3e-3), ("--kv-dtype int8", 3e-3)] {
+            let score = |device: &str| {
+                let line = format!("{PROTOCOL} {options} --device {device}");
+                dir.report(&demo_artifact(), &text, &line)
+            };
+            let (cpu, device) = (score("flex"), score("vulkan:0"));
+            let relative = number(&device, "/overall/perplexity") / number(&cpu, "/overall/perplexity") - 1.0;
+            assert!(relative.abs() < tolerance, "{options:?}: {relative:e}");
+            assert_eq!(device["execution"]["backend"], "vulkan:0");
+            assert_eq!(device["execution"]["options"]["weight_residency"], "expanded");
+        }
+    }
+
+    #[test]
+    fn a_budget_that_holds_no_window_is_refused_before_loading() {
+        let dir = Dir::new();
+        let (text, out) = (text(&dir), dir.path("out"));
+        let line = format!(
+            "{PROTOCOL} --device vulkan:0 --memory-budget 100MiB --output {}",
+            out.display()
+        );
+        let run = dir.score(&demo_artifact(), &text, &line);
+        assert_eq!(run.code, 2, "{}", run.stderr);
+        for words in [
+            "one window of",
+            "on vulkan:0",
+            "100 MiB may be taken",
+            "--memory-budget",
+        ] {
+            assert!(run.stderr.contains(words), "{}", run.stderr);
+        }
+        assert!(!out.exists());
+    }
+}
+
+#[test]
+fn a_memory_budget_needs_a_card() {
+    let dir = Dir::new();
+    let text = dir.file("a.txt", b"Some text.");
+    let run = dir.score(&demo_artifact(), &text, "--memory-budget 4GB");
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    let words = "--memory-budget needs --device cuda:N or vulkan:0";
+    assert!(run.stderr.contains(words), "{}", run.stderr);
+}
