@@ -2,7 +2,7 @@
 
 use perplexity_eval::humanize::bytes;
 use perplexity_eval::report::Settings;
-use perplexity_model::backends::{self, DeviceFacts};
+use perplexity_model::backends::DeviceFacts;
 use perplexity_model::config::TextConfig;
 use perplexity_model::layers::kv_cache::is_decoded_on_devices;
 use perplexity_model::memory::{Batch, DeviceStorage, Needs, Plan, Residency, Shortfall, WindowShape};
@@ -68,6 +68,20 @@ pub(crate) fn budget(typed: Option<&str>, device: Device) -> Result<Option<u64>,
     }
 }
 
+/// The device before anything is on it; `None` for a CPU.
+fn look_at(device: Device) -> Result<Option<(DeviceFacts, DeviceStorage)>, Failure> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(n) => {
+            let facts = perplexity_model::backends::cuda::facts(n).map_err(Failure::failed)?;
+            Ok(Some((facts, DeviceStorage::NARROW)))
+        }
+        #[cfg(feature = "vulkan")]
+        Device::Vulkan(_) => Ok(Some((perplexity_model::backends::vulkan::facts(), DeviceStorage::WIDE))),
+        _ => Ok(None),
+    }
+}
+
 /// What a run on a card takes of it.
 #[derive(Debug, Clone)]
 pub(crate) struct CardPlan {
@@ -92,15 +106,8 @@ impl CardPlan {
                 None => Ok(None),
             };
         }
-        let (facts, storage) = match options.device {
-            #[cfg(feature = "cuda")]
-            Device::Cuda(n) => (
-                backends::cuda::facts(n).map_err(Failure::failed)?,
-                DeviceStorage::NARROW,
-            ),
-            #[cfg(feature = "vulkan")]
-            Device::Vulkan(_) => (backends::vulkan::facts(), DeviceStorage::WIDE),
-            _ => return Ok(None),
+        let Some((facts, storage)) = look_at(options.device)? else {
+            return Ok(None);
         };
         let windows = WindowShape {
             tokens,

@@ -73,6 +73,7 @@ impl Narrowing {
             .filter(|_| source.config().flash_next.is_none())
             .map(|permitted| Activations::permitted(source, permitted));
         Ok(LoadOptions {
+            residency: Default::default(),
             output_head: self.output_head,
             embedding: self.embedding,
             activations: activations.transpose()?.unwrap_or_default(),
