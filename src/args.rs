@@ -63,6 +63,10 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Make an artifact from a Hugging Face checkpoint
     Convert(ConvertArgs),
+    /// Make an artifact of a published geometry with random weights, for benchmarks and tests
+    Synth(SynthArgs),
+    /// Measure the operations of the forward pass and the speed of scoring
+    Bench(BenchArgs),
     /// Show what an artifact or a checkpoint holds
     Inspect(InspectArgs),
     /// Compare two reports window by window
@@ -184,7 +188,7 @@ pub(crate) struct DeviceArgs {
     pub(crate) memory_budget: Option<String>,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 #[command(next_help_heading = "KV cache")]
 pub(crate) struct KvArgs {
     #[arg(long, value_name = "SPEC", help = crate::kv::dtype_help())]
@@ -354,6 +358,68 @@ pub(crate) struct ConvertArgs {
     /// CPU threads [default: one per core]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) threads: Option<u32>,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SynthArgs {
+    /// The artifact to write; continuation volumes go beside it
+    #[arg(value_name = "OUT.ninfer", value_hint = ValueHint::FilePath)]
+    pub(crate) out: PathBuf,
+    #[arg(long, value_name = "NAME", help = crate::synth::preset_help())]
+    pub(crate) preset: String,
+    /// A recipe's name, or a TOML file with an own mix
+    #[arg(long, value_name = "NAME|FILE")]
+    pub(crate) recipe: String,
+    /// Number of layers; every fourth is full attention [default: the geometry's]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) layers: Option<u32>,
+    /// Chooses the weights
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// The artifact or checkpoint whose tokenizer to use [default: the demo model]
+    #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    pub(crate) tokenizer: Option<PathBuf>,
+    /// CPU threads [default: one per core]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) threads: Option<u32>,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// A .ninfer artifact or a Hugging Face checkpoint directory
+    #[arg(value_name = "ARTIFACT", value_hint = ValueHint::AnyPath)]
+    pub(crate) artifact: PathBuf,
+    /// ndarray, flex, cuda:N, vulkan:N or auto; a bare N means cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto", allow_negative_numbers = true)]
+    pub(crate) device: String,
+    /// CPU threads [default: one per core]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) threads: Option<u32>,
+    /// Tokens of a window, one measurement each
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1024")]
+    pub(crate) context: Vec<u32>,
+    /// Windows per forward pass, one measurement each
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1")]
+    pub(crate) batch: Vec<u32>,
+    /// Representation of stored keys and values; repeat it for one measurement each [default: bf16]
+    #[arg(long, value_name = "SPEC")]
+    pub(crate) kv_dtype: Vec<String>,
+    /// Tokens per prefill pass, a multiple of 128 [default: 1024]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) prefill_chunk: Option<u32>,
+    /// Numerical route, as of a scoring run
+    #[arg(long, value_name = "ROUTE", default_value = "normal")]
+    pub(crate) route: String,
+    /// Timed runs of each measurement, after one that is not timed; the median counts
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub(crate) runs: u32,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) log: LogArgs,
 }

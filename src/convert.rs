@@ -8,7 +8,7 @@ use perplexity_eval::files::check_folders;
 use perplexity_eval::humanize::{bytes, count, duration};
 use perplexity_eval::progress::bar;
 use perplexity_eval::text::Text;
-use perplexity_model::convert::{ConvertOptions, Progress, Recipe, convert};
+use perplexity_model::convert::{ConvertOptions, Progress, Recipe, Summary, convert};
 use perplexity_model::source::{self, TextSource};
 use perplexity_model::tokenizer::{AddedTokens, TextTokenizer};
 use serde_json::json;
@@ -55,16 +55,20 @@ pub(crate) fn run(args: &ConvertArgs, log: &Log) -> Result<(), Failure> {
     }
     let began = Instant::now();
     log.begin_progress("reading the checkpoint");
-    let line = |progress: Progress| progress_line(progress, began.elapsed().as_secs_f64());
-    let mut show = |progress| log.progress(|| line(progress));
+    let mut show = |progress| log.progress(|| progress_line("converting", progress, began.elapsed().as_secs_f64()));
     let summary = convert(&args.checkpoint, &args.out, &options, &mut show).map_err(Failure::failed)?;
     log.clear_progress();
+    log_summary(log, "converted", &summary, began.elapsed().as_secs_f64());
+    Ok(())
+}
+
+/// What was written, under its notes; `done` says how it was made.
+pub(crate) fn log_summary(log: &Log, done: &str, summary: &Summary, seconds: f64) {
     for note in &summary.notes {
         log.warning(note);
     }
-    let seconds = began.elapsed().as_secs_f64();
     log.info(format_args!(
-        "converted {} | {} objects | {} | {:.3} bits per weight | {} | {}",
+        "{done} {} | {} objects | {} | {:.3} bits per weight | {} | {}",
         summary.name,
         summary.objects,
         bytes(summary.bytes),
@@ -75,7 +79,6 @@ pub(crate) fn run(args: &ConvertArgs, log: &Log) -> Result<(), Failure> {
     for file in &summary.files {
         log.info(format_args!("wrote {}", file.display()));
     }
-    Ok(())
 }
 
 /// Takes the activation divisors from a pass of the checkpoint over `text`.
@@ -141,7 +144,7 @@ fn activation_divisors(
 }
 
 /// A built-in recipe by name, or the mix of a TOML file.
-fn recipe(typed: &str) -> Result<Recipe, Failure> {
+pub(crate) fn recipe(typed: &str) -> Result<Recipe, Failure> {
     if let Some(recipe) = Recipe::named(typed) {
         return Ok(recipe);
     }
@@ -160,7 +163,7 @@ fn recipe(typed: &str) -> Result<Recipe, Failure> {
 }
 
 /// `converting | [####            ] 25 % | 4.2 GiB of 16.8 GiB | 310 MiB/s | ETA 41.5s`
-fn progress_line(progress: Progress, seconds: f64) -> String {
+pub(crate) fn progress_line(doing: &str, progress: Progress, seconds: f64) -> String {
     let share = if progress.all_bytes == 0 {
         1.0
     } else {
@@ -172,7 +175,7 @@ fn progress_line(progress: Progress, seconds: f64) -> String {
         seconds * (1.0 - share) / share
     };
     format!(
-        "converting | {} {:.0} % | {} of {} | {} | ETA {}",
+        "{doing} | {} {:.0} % | {} of {} | {} | ETA {}",
         bar(share, BAR_CELLS),
         share * 100.0,
         bytes(progress.bytes),
@@ -199,11 +202,11 @@ mod tests {
             all_bytes: 4 << 30,
         };
         let expected = "converting | [####            ] 25 % | 1.00 GiB of 4.00 GiB | 102.4 MiB/s | ETA 30.0s";
-        assert_eq!(progress_line(progress, 10.0), expected);
+        assert_eq!(progress_line("converting", progress, 10.0), expected);
         let early = Progress {
             bytes: 1 << 20,
             ..progress
         };
-        assert!(progress_line(early, 1.0).ends_with("ETA n/a"));
+        assert!(progress_line("converting", early, 1.0).ends_with("ETA n/a"));
     }
 }

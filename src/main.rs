@@ -4,6 +4,7 @@
 //! `perplexity-eval` decides what is computed and what the numbers mean.
 
 mod args;
+mod bench;
 mod compare;
 mod convert;
 mod flash_next;
@@ -18,11 +19,13 @@ mod precision;
 mod prefill;
 mod rope;
 mod score;
+mod synth;
 mod terminal;
 mod unbuilt;
 
 use std::io::Write;
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
@@ -74,6 +77,8 @@ fn main() -> ExitCode {
 fn log_level(cli: &Cli) -> Level {
     match &cli.command {
         Some(Command::Convert(args)) => args.log.log_level,
+        Some(Command::Synth(args)) => args.log.log_level,
+        Some(Command::Bench(args)) => args.log.log_level,
         Some(Command::Inspect(args)) => args.log.log_level,
         Some(Command::Compare(args)) => args.log.log_level,
         Some(Command::Merge(args)) => args.log.log_level,
@@ -86,6 +91,8 @@ fn log_level(cli: &Cli) -> Level {
 fn run(cli: Cli, log: &Log) -> Result<(), Failure> {
     match cli.command {
         Some(Command::Convert(args)) => convert::run(&args, log),
+        Some(Command::Synth(args)) => synth::run(&args, &working_directory()?, log),
+        Some(Command::Bench(args)) => print(&bench::run(&args, log)?),
         Some(Command::Inspect(args)) => print(&inspect::run(&args)?),
         Some(Command::Compare(args)) => print(&compare::run(&args)?),
         Some(Command::Merge(args)) => print(&merge::run(&args)?),
@@ -106,11 +113,14 @@ fn run(cli: Cli, log: &Log) -> Result<(), Failure> {
             .and_then(|()| clap_mangen::generate_to(Cli::command(), &dir))
             .map_err(Failure::failed),
         None => {
-            let working_directory = std::env::current_dir().map_err(Failure::failed)?;
-            let options = ScoreOptions::resolve(&cli.score, &working_directory)?;
+            let options = ScoreOptions::resolve(&cli.score, &working_directory()?)?;
             print(&score::run(&options, log)?)
         }
     }
+}
+
+fn working_directory() -> Result<PathBuf, Failure> {
+    std::env::current_dir().map_err(Failure::failed)
 }
 
 /// Limits the CPU threads that every computation shares; one per core without a limit.

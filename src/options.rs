@@ -84,7 +84,7 @@ pub(crate) enum UsageError {
     NoDemo { missing: &'static str },
     #[error("--calibrate is for recipes with 4-bit activations; {recipe} permits none")]
     NothingToCalibrate { recipe: String },
-    #[error("{0:?} exists already; convert never overwrites an artifact")]
+    #[error("{0:?} exists already; an artifact is never overwritten")]
     ArtifactExists(PathBuf),
     #[error("{what} {path:?} does not exist")]
     Missing { what: &'static str, path: PathBuf },
@@ -369,23 +369,29 @@ fn source(args: &ScoreArgs) -> Result<Option<(PathBuf, Input)>, UsageError> {
 }
 
 fn demo(working_directory: &Path) -> Result<(PathBuf, Input), UsageError> {
-    let find = |name: &'static str| {
-        working_directory
-            .ancestors()
-            .map(|folder| folder.join(name))
-            .find(|path| path.is_file())
-            .ok_or(UsageError::NoDemo { missing: name })
-    };
     Ok((
-        find(DEMO_ARTIFACT)?,
+        find_demo(working_directory)?,
         Input::Corpus {
-            manifest: find(DEMO_CORPUS)?,
+            manifest: find_above(working_directory, DEMO_CORPUS)?,
             mode: DEMO_MODE.to_owned(),
         },
     ))
 }
 
-fn device(text: &str) -> Result<Device, UsageError> {
+/// The demo artifact, in the working directory or a folder above it.
+pub(crate) fn find_demo(working_directory: &Path) -> Result<PathBuf, UsageError> {
+    find_above(working_directory, DEMO_ARTIFACT)
+}
+
+fn find_above(working_directory: &Path, name: &'static str) -> Result<PathBuf, UsageError> {
+    working_directory
+        .ancestors()
+        .map(|folder| folder.join(name))
+        .find(|path| path.is_file())
+        .ok_or(UsageError::NoDemo { missing: name })
+}
+
+pub(crate) fn device(text: &str) -> Result<Device, UsageError> {
     let unknown = || UsageError::UnknownValue {
         option: "--device",
         value: text.to_owned(),
@@ -422,7 +428,7 @@ pub(crate) fn positive(option: &'static str, typed: Option<u32>) -> Result<Optio
     typed.map(check).transpose()
 }
 
-fn threads(typed: Option<u32>) -> Result<Option<NonZeroUsize>, UsageError> {
+pub(crate) fn threads(typed: Option<u32>) -> Result<Option<NonZeroUsize>, UsageError> {
     if let Some(value) = typed.filter(|n| *n > MOST_THREADS) {
         return Err(UsageError::OutOfRange {
             option: "--threads",
@@ -454,7 +460,7 @@ fn hidden_precision(route: Route) -> Precision {
     }
 }
 
-fn route(text: &str) -> Result<Route, UsageError> {
+pub(crate) fn route(text: &str) -> Result<Route, UsageError> {
     match text {
         "normal" => Ok(Route::Normal),
         "exact" => Ok(Route::Exact),

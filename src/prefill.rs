@@ -35,26 +35,27 @@ impl Prefill {
     /// # Errors
     /// When a size is no multiple of 128.
     pub(crate) fn resolve(args: &RouteArgs, device: Device) -> Result<Self, UsageError> {
-        let whole_blocks = |option, tokens: u32| {
-            if tokens == 0 || !tokens.is_multiple_of(BLOCK) {
-                return Err(UsageError::OutOfRange {
-                    option,
-                    value: tokens,
-                    expected: format!("a multiple of {BLOCK}"),
-                });
-            }
-            Ok(tokens as usize)
-        };
         let wave = args
             .attention_wave
             .map(|tokens| whole_blocks("--attention-wave", tokens));
+        Ok(Self {
+            wave: wave.transpose()?,
+            ..Self::of(args.prefill_chunk, device)?
+        })
+    }
+
+    /// Passes of `tokens`, or of the device's default size, in the engine's waves.
+    ///
+    /// # Errors
+    /// When the size is no multiple of 128.
+    pub(crate) fn of(tokens: Option<u32>, device: Device) -> Result<Self, UsageError> {
         let default = match device.index() {
             Some(_) => DEFAULT_TOKENS_ON_CARDS,
             None => DEFAULT_TOKENS,
         };
         Ok(Self {
-            tokens: whole_blocks("--prefill-chunk", args.prefill_chunk.unwrap_or(default))?,
-            wave: wave.transpose()?,
+            tokens: whole_blocks("--prefill-chunk", tokens.unwrap_or(default))?,
+            wave: None,
         })
     }
 
@@ -80,6 +81,17 @@ impl Prefill {
         let default = BLOCK as usize * (MULTIPROCESSORS / attention.num_heads).max(1);
         kv.prefills_in_waves().then(|| self.wave.unwrap_or(default))
     }
+}
+
+fn whole_blocks(option: &'static str, tokens: u32) -> Result<usize, UsageError> {
+    if tokens == 0 || !tokens.is_multiple_of(BLOCK) {
+        return Err(UsageError::OutOfRange {
+            option,
+            value: tokens,
+            expected: format!("a multiple of {BLOCK}"),
+        });
+    }
+    Ok(tokens as usize)
 }
 
 #[cfg(test)]

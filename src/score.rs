@@ -269,6 +269,18 @@ fn output_directory(
 }
 
 fn load_model(device: Device, source: &dyn TextSource, options: &ScorerOptions) -> Result<Adapter, Failure> {
+    Ok(Adapter {
+        scorer: load_scorer(source, options, device)?,
+        cache: Arc::default(),
+    })
+}
+
+/// The model of `source` on `device`.
+pub(crate) fn load_scorer(
+    source: &dyn TextSource,
+    options: &ScorerOptions,
+    device: Device,
+) -> Result<Box<dyn Scorer>, Failure> {
     let loaded = match device {
         #[cfg(feature = "ndarray")]
         Device::NdArray => backends::ndarray::load(source, options),
@@ -281,11 +293,7 @@ fn load_model(device: Device, source: &dyn TextSource, options: &ScorerOptions) 
         #[allow(unreachable_patterns, reason = "not every build has every device")]
         other => return Err(UsageError::DeviceNotBuilt(other).into()),
     };
-    let adapt = |scorer| Adapter {
-        scorer,
-        cache: Arc::default(),
-    };
-    loaded.map(adapt).map_err(Failure::failed)
+    loaded.map_err(Failure::failed)
 }
 
 /// The model's scorer behind the evaluation's interface; neither package knows the other.

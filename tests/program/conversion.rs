@@ -176,3 +176,37 @@ fn a_file_that_is_no_artifact_is_refused() {
         assert!(run.stderr.contains("noise.ninfer"), "{}", run.stderr);
     }
 }
+
+#[test]
+fn random_artifacts_are_inspected_and_scored() {
+    let dir = Dir::new();
+    for recipe in ["q4", "qwen3_8_27b_nvfp4"] {
+        let out = dir.path(&format!("{recipe}.ninfer"));
+        let line = format!("synth --preset demo --layers 4 --recipe {recipe} --seed 3 --tokenizer");
+        let run = dir.run(
+            line.split_whitespace()
+                .map(Into::into)
+                .chain([demo_checkpoint().into_os_string(), out.clone().into_os_string()])
+                .collect::<Vec<std::ffi::OsString>>(),
+        );
+        assert_eq!((run.code, run.stdout.as_str()), (0, ""), "{}", run.stderr);
+        assert!(run.stderr.contains("drew random-demo"), "{}", run.stderr);
+        let json = dir.run(["inspect", "--json", out.to_str().unwrap()]);
+        let json: Value = serde_json::from_str(&json.stdout).unwrap();
+        assert_eq!(json["name"], "random-demo", "{json}");
+        let report = dir.report(&out, &text(), &format!("{SHORT} --kv-dtype int8"));
+        // Logits of a normalised row of 256 and weights of deviation 0.02 have a deviation of 0.32: nearly ln 8195.
+        let nll = number(&report, "/overall/mean_nll");
+        assert!((9.0..9.2).contains(&nll), "{recipe}: {nll}");
+    }
+    let refuse = |options: &str, expected: &str| {
+        let run = dir.run(format!("synth x.ninfer {options}").split_whitespace());
+        assert_eq!(run.code, 2, "{options}: {}", run.stderr);
+        assert!(run.stderr.contains(expected), "{options}: {}", run.stderr);
+    };
+    refuse("--recipe q4 --preset qwen3.5-1b", "qwen3.8-27b");
+    refuse("--recipe q7 --preset demo", "qwen3_8_27b_nvfp4");
+    refuse("--recipe q4 --preset demo --layers 0", "at least 1");
+    refuse("--recipe q4 --preset demo --layers 5000", "at most 1024");
+    refuse("--recipe q4 --preset demo", "tests/data/demo.ninfer");
+}

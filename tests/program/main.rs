@@ -1,5 +1,6 @@
 //! The program as its user meets it: the real binary, real files, exit codes and both output streams.
 
+mod bench;
 mod common;
 mod conversion;
 mod demo;

@@ -8,6 +8,8 @@ use burn::backend::cuda::CudaDevice;
 use perplexity_kernels::cuda::card::{self, Card};
 
 use super::DeviceFacts;
+use crate::bench::{self, Operations, PassShape};
+use crate::route::Route;
 use crate::scorer::{ModelError, Scorer, ScorerOptions, WindowScorer};
 use crate::source::TextSource;
 
@@ -52,4 +54,17 @@ fn kernel_folder(card: &Card) -> Option<PathBuf> {
     let (major, minor) = card.capability;
     let build = format!("{:x}-{changed:x}-sm{major}{minor}", program.len());
     Some(cache.join("burn-perplexity").join("kernels").join(build))
+}
+
+/// Measures the operations of a pass of `source` on card `index`; see [`bench`].
+///
+/// # Errors
+/// See [`ModelError`].
+pub fn measure(
+    source: &dyn TextSource,
+    route: Route,
+    shape: PassShape,
+    index: usize,
+) -> Result<Operations, ModelError> {
+    bench::measure::<Cuda<f32, i32>>(source, route, shape, &CudaDevice::new(index))
 }

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use burn_flex::{Flex, FlexDevice};
 
+use crate::bench::{self, Operations, PassShape};
 use crate::calibrate;
+use crate::route::Route;
 use crate::scorer::{ModelError, Scorer, ScorerOptions, WindowScorer};
 use crate::source::TextSource;
 
@@ -26,4 +28,12 @@ pub fn activation_divisors(
 /// See [`ModelError`].
 pub fn load(source: &dyn TextSource, options: &ScorerOptions) -> Result<Box<dyn Scorer>, ModelError> {
     Ok(Box::new(WindowScorer::<Flex>::load(source, options, &FlexDevice)?))
+}
+
+/// Measures the operations of a pass of `source`; see [`bench`].
+///
+/// # Errors
+/// See [`ModelError`].
+pub fn measure(source: &dyn TextSource, route: Route, shape: PassShape) -> Result<Operations, ModelError> {
+    bench::measure::<Flex>(source, route, shape, &FlexDevice)
 }

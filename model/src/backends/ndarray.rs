@@ -2,6 +2,8 @@
 
 use burn_ndarray::{NdArray, NdArrayDevice};
 
+use crate::bench::{self, Operations, PassShape};
+use crate::route::Route;
 use crate::scorer::{ModelError, Scorer, ScorerOptions, WindowScorer};
 use crate::source::TextSource;
 
@@ -15,4 +17,12 @@ pub fn load(source: &dyn TextSource, options: &ScorerOptions) -> Result<Box<dyn 
         options,
         &NdArrayDevice::Cpu,
     )?))
+}
+
+/// Measures the operations of a pass of `source`; see [`bench`].
+///
+/// # Errors
+/// See [`ModelError`].
+pub fn measure(source: &dyn TextSource, route: Route, shape: PassShape) -> Result<Operations, ModelError> {
+    bench::measure::<NdArray<f32>>(source, route, shape, &NdArrayDevice::Cpu)
 }

@@ -4,6 +4,8 @@ use burn::backend::Vulkan;
 use burn::backend::wgpu::WgpuDevice;
 
 use super::DeviceFacts;
+use crate::bench::{self, Operations, PassShape};
+use crate::route::Route;
 use crate::scorer::{ModelError, Scorer, ScorerOptions, WindowScorer};
 use crate::source::TextSource;
 
@@ -21,4 +23,12 @@ pub fn load(source: &dyn TextSource, options: &ScorerOptions) -> Result<Box<dyn 
     Ok(Box::new(WindowScorer::<Vulkan<f32, i32, u8>>::load(
         source, options, &device,
     )?))
+}
+
+/// Measures the operations of a pass of `source`; see [`bench`].
+///
+/// # Errors
+/// See [`ModelError`].
+pub fn measure(source: &dyn TextSource, route: Route, shape: PassShape) -> Result<Operations, ModelError> {
+    bench::measure::<Vulkan<f32, i32, u8>>(source, route, shape, &WgpuDevice::DefaultDevice)
 }

@@ -202,7 +202,7 @@ pub fn convert(
     let name = options.name.clone().unwrap_or_else(|| source.name().into());
 
     let mut writer = Writer::new(options.writer);
-    let layout = declare(&mut writer, &source, &config, &plan, &resources)?;
+    let layout = declare(&mut writer, Some(&source), &config, &plan, &resources)?;
     writer.metadata_mut().insert("name".into(), name.as_str().into());
     *writer.provenance_mut() = provenance(&source, &options.recipe, &notes);
     if !options.calibration.is_null() {
@@ -266,17 +266,18 @@ pub fn convert(
 }
 
 /// Object numbers in the writer.
-struct Declared {
-    resources: Vec<usize>,
-    parents: Vec<usize>,
-    divisors: Vec<(usize, f32)>,
-    input_scales: Vec<(usize, Vec<f32>)>,
+pub(crate) struct Declared {
+    pub(crate) resources: Vec<usize>,
+    pub(crate) parents: Vec<usize>,
+    pub(crate) divisors: Vec<(usize, f32)>,
+    pub(crate) input_scales: Vec<(usize, Vec<f32>)>,
 }
 
-/// Declares resources, parents and divisors in this order; binds every parameter; adds every Use.
-fn declare(
+/// Declares resources, parents and divisors in this order; binds every parameter; adds every Use. Banks of experts take
+/// their input scales from `source`.
+pub(crate) fn declare(
     writer: &mut Writer,
-    source: &CheckpointSource,
+    source: Option<&CheckpointSource>,
     config: &TextConfig,
     plan: &Plan,
     resources: &[(&'static str, Vec<u8>)],
@@ -332,7 +333,7 @@ fn declare(
 
     let mut four_bit_banks = HashSet::new();
     for parent in plan.parents.iter().filter(|parent| flash_next::is_bank(parent)) {
-        if let Some(scales) = flash_next::input_scales(source, parent) {
+        if let Some(scales) = source.and_then(|source| flash_next::input_scales(source, parent)) {
             let name = &parent.members[0].name;
             let scales_name = name.replace("experts", "expert_input_scales");
             let object = writer.declare_tensor(&scales_name, Format::Fp32, &[parent.shape[0], 3], 1)?;
@@ -378,7 +379,10 @@ fn declare(
 
 /// The four text resources. A missing chat template or generation configuration, which scoring does not use but every
 /// artifact has, is replaced with a note.
-fn resources(source: &CheckpointSource, notes: &mut Vec<String>) -> Result<Vec<(&'static str, Vec<u8>)>, ConvertError> {
+pub(crate) fn resources(
+    source: &dyn TextSource,
+    notes: &mut Vec<String>,
+) -> Result<Vec<(&'static str, Vec<u8>)>, ConvertError> {
     let mut resources = Vec::new();
     for role in [TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION_CONFIG] {
         let bytes = match source.resource(role)?.filter(|bytes| !bytes.is_empty()) {

@@ -21,7 +21,7 @@ const ROW_ALIGNMENT: u64 = 128;
 /// Alignment of the high and scale planes within the tensor.
 const PLANE_ALIGNMENT: u64 = 256;
 /// Base plane bytes per group, in all four formats.
-const BASE_BYTES: usize = 32;
+pub(crate) const BASE_BYTES: usize = 32;
 /// Most lanes a group has.
 const MAX_GROUP: usize = 64;
 

@@ -1,0 +1,248 @@
+//! Random matrices straight in their stored form.
+//!
+//! A pool of 4,096 units, each 64 neighbouring columns of normally distributed weights, is encoded once by the format's
+//! own encoder. A matrix is then units drawn from the pool: unit `u` of the matrix is pool unit `hash(seed, u)`, whose
+//! words are copied into every plane. The hash is a function of the position, so planes agree and threads do not matter.
+
+use rayon::prelude::*;
+
+use crate::convert::Encoding;
+use crate::formats::{self, Format, FormatError, Layout, grouped, nvfp4};
+
+/// Standard deviation of the weights, that of trained matrices of this family.
+const DEVIATION: f32 = 0.02;
+/// Columns of a unit: the largest group of any format.
+const UNIT: usize = 64;
+/// Binary logarithm of the number of units; 4,096 of 64 bf16 weights fit a second-level cache.
+const POOL_BITS: u32 = 12;
+/// Columns of the encoded pool: what the grouped formats pad rows to, so that the pool has no padding.
+const POOL_COLUMNS: usize = 128;
+const POOL_ROWS: usize = (UNIT << POOL_BITS) / POOL_COLUMNS;
+/// Every plane of every format starts at a multiple of this.
+const PLANE_ALIGNMENT: usize = 256;
+/// Bytes handed over at a time.
+const PIECE: usize = 1 << 24;
+/// Units one task fills.
+const TASK: usize = 1 << 12;
+
+/// A random permutation of 64-bit words (the finaliser of SplitMix64).
+pub(super) fn mix(word: u64) -> u64 {
+    let word = (word ^ (word >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    word ^ (word >> 31)
+}
+
+/// Word `at` of the sequence that belongs to `seed`.
+pub(super) fn random(seed: u64, at: u64) -> u64 {
+    mix(seed.wrapping_add((at + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15)))
+}
+
+/// A standard normal number: the sum of twelve uniform ones, exact, so that every machine draws the same.
+fn normal(seed: u64, at: u64) -> f32 {
+    let sixteenths = |word: u64| (0..4).map(move |part| (word >> (16 * part)) as u16);
+    let sum: i32 = (0..3)
+        .flat_map(|word| sixteenths(random(seed, 3 * at + word)))
+        .map(i32::from)
+        .sum();
+    (sum - 6 * 0xFFFF) as f32 / 65_536.0
+}
+
+/// One plane of the encoded pool.
+struct Plane {
+    /// Words of all units (or rows), one after the other.
+    words: Vec<u8>,
+    /// Bytes of one.
+    width: usize,
+    order: Order,
+}
+
+/// Which unit's words stand at a position of a plane.
+#[derive(Clone, Copy)]
+enum Order {
+    /// Row by row.
+    Rows,
+    /// In tiles of 128 rows by one unit, see [`nvfp4::scale_position`].
+    ScaleTiles,
+    /// One word per row, drawn from the pool's rows.
+    RowScales,
+}
+
+/// Encoded units of one format.
+pub(super) struct Pool {
+    planes: Vec<Plane>,
+    /// Bytes behind the last plane.
+    tail: Vec<u8>,
+}
+
+impl Pool {
+    /// Encodes the pool of a format that weights are stored in.
+    pub(super) fn new(encoding: Encoding, seed: u64) -> Result<Self, FormatError> {
+        let values: Vec<f32> = (0..POOL_ROWS * POOL_COLUMNS)
+            .into_par_iter()
+            .map(|at| DEVIATION * normal(seed, at as u64))
+            .collect();
+        let shape = [POOL_ROWS as u64, POOL_COLUMNS as u64];
+        let Encoding { format, method } = encoding;
+        let bytes = formats::encode(format, method, &shape, &values)?;
+        let units = 1 << POOL_BITS;
+        let plane = |offset: usize, width: usize| Plane {
+            words: bytes[offset..][..units * width].to_vec(),
+            width,
+            order: Order::Rows,
+        };
+        let (planes, tail) = match format.layout() {
+            Layout::RowSplitK128V1 => {
+                let geometry = grouped::Geometry::new(format, &shape)?;
+                let groups = UNIT / geometry.group;
+                let mut planes = vec![plane(0, formats::grouped::BASE_BYTES * groups)];
+                if geometry.high_bytes > 0 {
+                    planes.push(plane(geometry.high_offset, geometry.high_bytes * groups));
+                }
+                planes.push(plane(geometry.scale_offset, 2 * groups));
+                (planes, Vec::new())
+            }
+            Layout::BlockScaleK16M128x4V1 => {
+                let geometry = nvfp4::Geometry::new(&shape, 1)?;
+                let groups = POOL_COLUMNS / nvfp4::GROUP;
+                let scale = |group: usize| {
+                    let position = nvfp4::scale_position(POOL_COLUMNS, group / groups, group % groups);
+                    bytes[geometry.scale_offset + position]
+                };
+                let scales = Plane {
+                    words: (0..POOL_ROWS * groups).map(scale).collect(),
+                    width: UNIT / nvfp4::GROUP,
+                    order: Order::ScaleTiles,
+                };
+                (
+                    vec![plane(0, UNIT / 2), scales],
+                    bytes[geometry.divisor_offset..].to_vec(),
+                )
+            }
+            Layout::RowScaleV1 => {
+                let geometry = formats::fp8_row::Geometry::new(&shape)?;
+                let scales = Plane {
+                    words: bytes[geometry.scale_offset..].to_vec(),
+                    width: 2,
+                    order: Order::RowScales,
+                };
+                (vec![plane(0, UNIT), scales], Vec::new())
+            }
+            _ => (vec![plane(0, bytes.len() / units)], Vec::new()),
+        };
+        Ok(Self { planes, tail })
+    }
+
+    /// Draws the matrix `[rows, columns]` that belongs to `seed` and hands its bytes over in pieces.
+    ///
+    /// # Errors
+    /// When the columns are no multiple of 128, or those of `append`.
+    pub(super) fn write<E: From<FormatError>>(
+        &self,
+        format: Format,
+        shape: &[u64],
+        seed: u64,
+        mut append: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let &[rows, columns] = shape else {
+            return Err(FormatError::shape(format, shape, "a matrix").into());
+        };
+        let (rows, columns) = (rows as usize, columns as usize);
+        if !columns.is_multiple_of(POOL_COLUMNS) {
+            return Err(FormatError::shape(format, shape, "a multiple of 128 columns").into());
+        }
+        let units = rows * (columns / UNIT);
+        let mut written = 0usize;
+        let mut buffer = Vec::new();
+        for plane in &self.planes {
+            let gap = written.next_multiple_of(PLANE_ALIGNMENT) - written;
+            append(&[0; PLANE_ALIGNMENT][..gap])?;
+            let words = match plane.order {
+                Order::RowScales => rows,
+                _ => units,
+            };
+            let per_piece = PIECE / plane.width;
+            for first in (0..words).step_by(per_piece) {
+                buffer.resize(per_piece.min(words - first) * plane.width, 0);
+                plane.fill(seed, columns / UNIT, first, &mut buffer);
+                append(&buffer)?;
+            }
+            written += gap + words * plane.width;
+        }
+        append(&self.tail)
+    }
+}
+
+impl Plane {
+    /// Writes the words at positions from `first` on.
+    fn fill(&self, seed: u64, units_per_row: usize, first: usize, out: &mut [u8]) {
+        // A width known to the compiler is a few moves, any other a call per word.
+        match self.width {
+            2 => self.fill_words::<2>(seed, units_per_row, first, out),
+            4 => self.fill_words::<4>(seed, units_per_row, first, out),
+            8 => self.fill_words::<8>(seed, units_per_row, first, out),
+            16 => self.fill_words::<16>(seed, units_per_row, first, out),
+            32 => self.fill_words::<32>(seed, units_per_row, first, out),
+            64 => self.fill_words::<64>(seed, units_per_row, first, out),
+            128 => self.fill_words::<128>(seed, units_per_row, first, out),
+            256 => self.fill_words::<256>(seed, units_per_row, first, out),
+            width => unreachable!("no format stores {width} bytes per unit"),
+        }
+    }
+
+    fn fill_words<const WIDTH: usize>(&self, seed: u64, units_per_row: usize, first: usize, out: &mut [u8]) {
+        let pool = self.words.as_chunks::<WIDTH>().0;
+        out.as_chunks_mut::<WIDTH>()
+            .0
+            .par_chunks_mut(TASK)
+            .enumerate()
+            .for_each(|(task, words)| {
+                let first = first + task * TASK;
+                for (at, word) in words.iter_mut().enumerate() {
+                    let unit = match self.order {
+                        Order::Rows => first + at,
+                        Order::ScaleTiles => unit_of_scales(first + at, units_per_row),
+                        Order::RowScales => first + at,
+                    };
+                    *word = pool[random(seed, unit as u64) as usize % pool.len()];
+                }
+            });
+    }
+}
+
+/// The unit whose four scales stand at `position`, in words of four: inside a tile of 128 rows by one unit, row `r`
+/// stands at `4 (r % 32) + r / 32`.
+fn unit_of_scales(position: usize, units_per_row: usize) -> usize {
+    let (tile, within) = (position / 128, position % 128);
+    let row = tile / units_per_row * 128 + within % 4 * 32 + within / 4;
+    row * units_per_row + tile % units_per_row
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn normal_numbers_have_mean_0_and_deviation_1() {
+        let count = 1 << 16;
+        let values = (0..count).map(|at| f64::from(normal(7, at)));
+        let (sum, squares) = values.fold((0.0, 0.0), |(sum, squares), x| (sum + x, squares + x * x));
+        let (mean, variance) = (sum / count as f64, squares / count as f64);
+        // Five standard errors of the mean (1/256) and of the variance (sqrt 2 / 256).
+        assert!(mean.abs() < 0.02 && (variance - 1.0).abs() < 0.03, "{mean} {variance}");
+    }
+
+    #[test]
+    fn scale_tiles_are_those_of_the_format() {
+        let (rows, columns) = (256, 192);
+        for row in 0..rows {
+            for group in 0..columns / nvfp4::GROUP {
+                let position = nvfp4::scale_position(columns, row, group);
+                assert_eq!(
+                    unit_of_scales(position / 4, columns / UNIT),
+                    row * (columns / UNIT) + group / 4,
+                    "{row} {group}"
+                );
+            }
+        }
+    }
+}
