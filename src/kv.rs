@@ -19,6 +19,9 @@ const PLAIN: &str = "bf16";
 /// Recorded name of unrounded rows.
 const UNROUNDED: &str = "fp32";
 
+/// Where the scales of every format come from: a checkpoint's own are never used.
+const SCALES_SOURCE: &str = "computed from the stored rows";
+
 /// KV options that cannot be carried out as typed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum KvUsageError {
@@ -187,6 +190,7 @@ impl KvCache {
         settings.kv_dtype_requested = self.requested();
         settings.kv_bytes_per_token = Some(self.bytes_per_token(config));
         settings.kv_bytes_total = Some(self.bytes_per_token(config) * tokens as f64);
+        settings.kv_scales_source = self.has_scales(config).then(|| SCALES_SOURCE.into());
         settings.kv_window = self.window();
         settings.kv_emulation = self.emulation().map(Into::into);
         if let Some(Emulation::Kernel(kernel)) = self.codec.as_ref().map(|options| options.emulation) {
@@ -200,6 +204,16 @@ impl KvCache {
             };
             settings.prefill_8bit_pv = Some(form.into());
         }
+    }
+
+    /// Whether any layer stores scales beside its codes.
+    fn has_scales(&self, config: &TextConfig) -> bool {
+        let (Some(options), Some(attention)) = (&self.codec, &config.attention) else {
+            return false;
+        };
+        attention_layers(config)
+            .iter()
+            .any(|layer| options.dtype.layer(*layer).has_scales(attention.head_dim))
     }
 
     /// `kv cache | int8-g64 | 1,056 B per token | 1.0 MiB in the longest window of 1,023 tokens`

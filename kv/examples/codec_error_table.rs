@@ -296,6 +296,14 @@ pub fn kernel_table() -> Vec<Entry> {
                 published,
             );
         }
+        // FP16 sums of 64 keys, as the fast INT8 kernel's.
+        let values = pair("k=bf16,v=int8");
+        let exact = data.output(&values, Emulation::Format);
+        push(
+            "FP16 P, FP16 sums in a tile",
+            output_error(&data.output(&values, off), &exact),
+            [0.0004, 0.0004],
+        );
         // Probability forms behind an exact query.
         for (name, v, emulation, published) in [
             ("u8 P on INT8 V", "int8", on, [0.0062, 0.0045]),

@@ -10,14 +10,15 @@
 //! | cache | query | probabilities and values |
 //! |---|---|---|
 //! | `bf16` | as is | FP16 p |
-//! | `int8`, `rk*` | INT8 per 64, float32 scale | FP16 p, or the u8 form with 8-bit P x V |
-//! | `fp8` | E4M3 per row, float32 scale | FP16 p |
-//! | `k8v4` | as `fp8` | E4M3 form (default) or FP16 p |
-//! | `nvfp4` | two NVFP4 terms, E4M3 form; FP16 query and FP16 p in the original kernel and up to 768 visible keys | |
-//! | `vq2`, `k4v2` | INT8 per 64 | u8 form for `vq2` (default), FP16 p for `k4v2` |
+//! | `int8`, `rk*` | INT8 per 64, float32 scale | FP16 p, FP16 sums in the fast kernel, or the u8 form with 8-bit P x V |
+//! | `fp8` | E4M3 per row, float32 scale | FP16 p and sums |
+//! | `k8v4` | as `fp8` | E4M3 form (default), or FP16 p and sums |
+//! | `nvfp4` | two NVFP4 terms | E4M3 form (default), or FP16 p and sums |
+//! | `nvfp4`, original kernel or up to 768 visible keys | FP16 | FP16 p |
+//! | `vq2`, `k4v2` | INT8 per 64 | u8 form for `vq2` (default), FP16 p and sums for `k4v2` |
 //!
-//! Values are rounded to FP16 in every kernel form. The order of a kernel's partial sums is not imitated: products are
-//! summed in f64, so the original and the fast INT8 kernel are the same here (they differ by 4e-4 of the output).
+//! Values are rounded to FP16 in every kernel form. FP16 sums are those of a 64-key tile, rounded after every 16 keys (one
+//! matrix instruction); everything else is summed in f64.
 
 use crate::arith::{absmax, rne};
 use crate::codec::HostCodec;
@@ -28,6 +29,8 @@ use rayon::prelude::*;
 
 /// Keys per tile of the emulated kernels.
 const TILE: usize = 64;
+/// Keys that one FP16 matrix instruction sums before its accumulator is rounded.
+const INSTRUCTION_KEYS: usize = 16;
 /// Visible keys of a launch up to which the original NVFP4 kernel runs.
 const FAST_NVFP4_KEYS: usize = 768;
 
@@ -117,7 +120,8 @@ impl KernelOptions {
             },
             usize::MAX,
         )
-        .p != PForm::F16;
+        .p
+        .is_eight_bit();
         refuse(
             self.eight_bit_pv == EightBitPv::On && !has_form,
             "--prefill-8bit-pv",
@@ -146,10 +150,18 @@ pub enum QForm {
 pub enum PForm {
     /// FP16 relative to the running maximum; FP16 values.
     F16,
+    /// The same, summed in FP16 inside a tile. Values are halved until the tile's largest scale cannot overflow the sum.
+    F16Tile,
     /// Eight unsigned bits per tile and 64-value group, the value scale folded in; integer value codes.
     U8,
     /// E4M3 of 256 p relative to the tile's maximum; E4M3 values relative to the tile's largest scale.
     E4m3,
+}
+
+impl PForm {
+    fn is_eight_bit(self) -> bool {
+        matches!(self, Self::U8 | Self::E4m3)
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -179,6 +191,10 @@ impl Forms {
             (k, Side::Vq2(_)) if wanted(matches!(k, Side::Vq2(_))) => PForm::U8,
             (Side::Nvfp4(_), Side::Nvfp4(_)) if fast_nvfp4 && wanted(true) => PForm::E4m3,
             (Side::Fp8(_), Side::Nvfp4(_)) if wanted(true) => PForm::E4m3,
+            (_, Side::Absmax(codec)) if codec.bits == 8 && !options.original_int8 => PForm::F16Tile,
+            (_, Side::Absmax(_)) if options.fast_prefill => PForm::F16Tile,
+            (Side::Nvfp4(_), Side::Nvfp4(_)) if fast_nvfp4 => PForm::F16Tile,
+            (Side::Fp8(_), Side::Nvfp4(_)) | (_, Side::Fp8(_) | Side::Vq2(_)) => PForm::F16Tile,
             _ => PForm::F16,
         };
         Self { q, p }
@@ -223,7 +239,7 @@ pub fn attend(
     let (k, v) = (store.k.read(), store.v.read());
     let tiles = forms
         .filter(|forms| forms.p != PForm::F16)
-        .map(|_| ValueScales::new(&store.v, &v));
+        .map(|_| ValueScales::new(&store.v, &v, pair.map(|pair| pair.v)));
     let mut out = vec![0.0; q.len()];
     let rows = Rows {
         k: &k,
@@ -241,10 +257,11 @@ pub fn attend(
                 None => rows.exact_output(&scores, position, head, out),
                 Some(PForm::F16) => rows.f16_output(&scores, position, head, out),
                 Some(form) => {
-                    let scales = tiles.as_ref().expect("scales are read for the 8-bit forms");
+                    let scales = tiles.as_ref().expect("scales are read for these forms");
                     match form {
                         PForm::U8 => rows.u8_output(&scores, position, head, scales, out),
-                        _ => rows.e4m3_output(&scores, position, head, scales, out),
+                        PForm::E4m3 => rows.e4m3_output(&scores, position, head, scales, out),
+                        _ => rows.f16_tile_output(&scores, position, head, scales, out),
                     }
                 }
             }
@@ -301,8 +318,10 @@ fn nvfp4_term(v: &[f32]) -> Vec<f32> {
     out
 }
 
-/// Scales behind the decoded values, for the forms that work on value codes.
+/// Scales behind the decoded values, for the forms that work on value codes or on scaled values.
 struct ValueScales {
+    /// Largest scale whose values need no halving before FP16 sums: what 64 values of the largest code may add up to.
+    largest_unshifted: f32,
     /// `[tokens, kv_heads, groups]` of the codes.
     coded: Scales,
     /// The same of exact copies.
@@ -342,7 +361,7 @@ impl Scales {
 }
 
 impl ValueScales {
-    fn new(v: &SideStore, read: &ReadRows) -> Self {
+    fn new(v: &SideStore, read: &ReadRows, side: Option<Side>) -> Self {
         let coded = Scales::unpack(v.codec(), v.packed(), v.head_dim());
         // Exact copies were decoded from INT8; encoding them again gives their scales back (the largest code is +-127).
         let exact = read.exact.as_ref().map(|exact| {
@@ -350,7 +369,35 @@ impl ValueScales {
             let packed = crate::codec::encode_rows(&*copy, &exact.rows, v.kv_heads(), v.head_dim());
             Scales::unpack(&*copy, &packed, v.head_dim())
         });
-        Self { coded, exact }
+        let largest_unshifted = match side {
+            // E4M3 codes reach 448.
+            Some(Side::Fp8(_)) => 2f32.next_down(),
+            // E2M1 codes reach 6.
+            Some(Side::Nvfp4(_)) => 128.0,
+            // Integer codes and levels reach 127: 64 * 127 * 8 is below 65,504.
+            _ => 8.0,
+        };
+        Self {
+            largest_unshifted,
+            coded,
+            exact,
+        }
+    }
+
+    /// How often the values of a tile are halved for FP16 sums.
+    fn shift(&self, rows: &Rows<'_>, keys: std::ops::Range<usize>, query: usize, head: usize) -> i32 {
+        let scales = keys.flat_map(|key| {
+            let scales = self.of(rows, key, query);
+            let row = key * rows.kv_heads + head;
+            &scales.values[row * scales.groups..(row + 1) * scales.groups]
+        });
+        let largest = scales.copied().fold(0f32, f32::max);
+        if largest.is_infinite() {
+            return 0;
+        }
+        (0..)
+            .find(|shift| largest * 2f32.powi(-shift) <= self.largest_unshifted)
+            .unwrap_or(0)
     }
 
     fn of<'a>(&'a self, rows: &Rows<'_>, key: usize, query: usize) -> &'a Scales {
@@ -414,6 +461,42 @@ impl Rows<'_> {
                     .zip(v)
                     .for_each(|(acc, v)| *acc += p * f64::from(f16_to_f32(f32_to_f16(*v))));
             }
+        }
+        out.iter_mut().zip(acc).for_each(|(out, acc)| *out = (acc / sum) as f32);
+    }
+
+    fn f16_tile_output(&self, scores: &[f64], position: usize, head: usize, scales: &ValueScales, out: &mut [f32]) {
+        let (mut running, mut sum) = (f64::NEG_INFINITY, 0.0);
+        let mut acc = vec![0f64; self.head_dim];
+        let mut tile_acc = vec![0f32; self.head_dim];
+        for (tile, scores) in scores.chunks(TILE).enumerate() {
+            let largest = scores.iter().copied().fold(running, f64::max);
+            rescale(&mut acc, &mut sum, (running - largest).exp());
+            running = largest;
+            let shift = scales.shift(self, tile * TILE..tile * TILE + scores.len(), position, head);
+            let (down, up) = (2f32.powi(-shift), 2f64.powi(shift));
+            tile_acc.fill(0.0);
+            for (step, scores) in scores.chunks(INSTRUCTION_KEYS).enumerate() {
+                let mut products = vec![0f64; self.head_dim];
+                for (j, score) in scores.iter().enumerate() {
+                    let p = (score - running).exp();
+                    sum += p;
+                    let p = f64::from(f16(p as f32));
+                    let key = tile * TILE + step * INSTRUCTION_KEYS + j;
+                    let v = self.row(self.v, key, position, head);
+                    products
+                        .iter_mut()
+                        .zip(v)
+                        .for_each(|(product, v)| *product += p * f64::from(f16(v * down)));
+                }
+                tile_acc
+                    .iter_mut()
+                    .zip(products)
+                    .for_each(|(acc, product)| *acc = f16((f64::from(*acc) + product) as f32));
+            }
+            acc.iter_mut()
+                .zip(&tile_acc)
+                .for_each(|(acc, tile)| *acc += up * f64::from(*tile));
         }
         out.iter_mut().zip(acc).for_each(|(out, acc)| *out = (acc / sum) as f32);
     }

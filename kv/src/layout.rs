@@ -11,6 +11,8 @@
 //! so two 4-bit entries share a byte with the even one in the low nibble and a 16-bit entry is little-endian. Bytes per
 //! token are derived from the planes and are never written down by hand.
 
+use std::ops::Range;
+
 /// `count` unsigned entries of `bits` bits each, 1 to 16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Plane {
@@ -59,17 +61,9 @@ impl Layout {
     /// # Panics
     /// When a slice does not have the length of this layout: a programming error, never a property of the data.
     pub fn pack(&self, entries: &[u16], bytes: &mut [u8]) {
-        assert_eq!(
-            (entries.len(), bytes.len()),
-            (self.entries(), self.bytes()),
-            "entries and bytes of one block"
-        );
-        let (mut entries, mut bytes) = (entries, bytes);
-        for plane in &self.0 {
-            let (these, rest) = entries.split_at(plane.count);
-            let (packed, tail) = bytes.split_at_mut(plane.bytes());
-            pack_bits(these, plane.bits, packed);
-            (entries, bytes) = (rest, tail);
+        self.check(entries.len(), bytes.len());
+        for (plane, at, packed_at) in self.places() {
+            pack_bits(&entries[at], plane.bits, &mut bytes[packed_at]);
         }
     }
 
@@ -78,18 +72,28 @@ impl Layout {
     /// # Panics
     /// As [`Layout::pack`].
     pub fn unpack(&self, bytes: &[u8], entries: &mut [u16]) {
+        self.check(entries.len(), bytes.len());
+        for (plane, at, packed_at) in self.places() {
+            unpack_bits(&bytes[packed_at], plane.bits, &mut entries[at]);
+        }
+    }
+
+    fn check(&self, entries: usize, bytes: usize) {
         assert_eq!(
-            (entries.len(), bytes.len()),
+            (entries, bytes),
             (self.entries(), self.bytes()),
             "entries and bytes of one block"
         );
-        let (mut entries, mut bytes) = (entries, bytes);
-        for plane in &self.0 {
-            let (these, rest) = entries.split_at_mut(plane.count);
-            let (packed, tail) = bytes.split_at(plane.bytes());
-            unpack_bits(packed, plane.bits, these);
-            (entries, bytes) = (rest, tail);
-        }
+    }
+
+    /// Every plane with the ranges of its entries and of its bytes.
+    fn places(&self) -> impl Iterator<Item = (&Plane, Range<usize>, Range<usize>)> {
+        let (mut entries, mut bytes) = (0, 0);
+        self.0.iter().map(move |plane| {
+            let first = (entries, bytes);
+            (entries, bytes) = (entries + plane.count, bytes + plane.bytes());
+            (plane, first.0..entries, first.1..bytes)
+        })
     }
 }
 

@@ -343,6 +343,13 @@ impl KvPair {
         bytes_per_row(self.k.spec(), head_dim) + bytes_per_row(self.v.spec(), head_dim)
     }
 
+    /// Whether K or V store scales beside their codes.
+    pub fn has_scales(&self, head_dim: usize) -> bool {
+        [self.k.spec(), self.v.spec()]
+            .iter()
+            .any(|spec| spec.layout(head_dim).0.len() > 1)
+    }
+
     /// Whether some keys are read from an exact copy that could also be read from codes. A codec of several tokens per
     /// block keeps its copy whatever is asked: an incomplete block has nothing else.
     pub fn has_window(&self) -> bool {

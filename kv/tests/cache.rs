@@ -1,7 +1,7 @@
 //! The packed cache and attention over it.
 
-use perplexity_kv::attention::{Emulation, KernelOptions, attend};
-use perplexity_kv::codec::Window;
+use perplexity_kv::attention::{EightBitPv, Emulation, KernelOptions, attend};
+use perplexity_kv::codec::{Window, decode_rows, encode_rows};
 use perplexity_kv::codecs::vq2;
 use perplexity_kv::conformance::gaussian;
 use perplexity_kv::registry::{KvPair, variants};
@@ -268,5 +268,102 @@ fn a_nan_row_stays_visible_and_touches_no_other_head() {
                 pair.name
             );
         }
+    }
+}
+
+#[test]
+fn stored_scales_are_those_of_the_rows() {
+    // A cache that took its scales from elsewhere (1.0, a warm-up) would not see that these rows are an eighth.
+    let rows = gaussian(5, 64 * KV_HEADS * DIM);
+    let eighth: Vec<f32> = rows.iter().map(|value| value / 8.0).collect();
+    for variant in variants() {
+        let pair = KvPair::from(variant);
+        for (side, codec) in [("K", pair.k.host()), ("V", pair.v.host())] {
+            let stored = [&rows, &eighth].map(|rows| encode_rows(&*codec, rows, KV_HEADS, DIM));
+            assert_ne!(stored[0], stored[1], "{} {side}", pair.name);
+            let [whole, small] = stored.map(|bytes| decode_rows(&*codec, &bytes, KV_HEADS, DIM));
+            let small: Vec<f32> = small.iter().map(|value| value * 8.0).collect();
+            // A factor of 8 is exact in most scales; subnormal E4M3 scales and radii at a boundary move a few values.
+            assert!(
+                relative(&small, &whole) < 0.05,
+                "{} {side}: {}",
+                pair.name,
+                relative(&small, &whole)
+            );
+        }
+    }
+}
+
+#[test]
+fn what_buffers_held_before_reaches_no_result() {
+    for variant in variants() {
+        let pair = KvPair::from(variant);
+        for codec in [pair.k.host(), pair.v.host()] {
+            let (layout, block) = (codec.layout(DIM), codec.block_tokens() * DIM);
+            let rows = gaussian(6, block);
+            let results = [(0u16, 0.0f32), (u16::MAX, f32::NAN)].map(|(word, value)| {
+                let mut entries = vec![word; layout.entries()];
+                let mut bytes = vec![word as u8; layout.bytes()];
+                let mut decoded = vec![value; block];
+                codec.encode(&rows, &mut entries);
+                layout.pack(&entries, &mut bytes);
+                entries.fill(word);
+                layout.unpack(&bytes, &mut entries);
+                codec.decode(&entries, &mut decoded);
+                (bytes, decoded)
+            });
+            assert!(results[1].1.iter().all(|value| value.is_finite()), "{}", pair.name);
+            assert_eq!(results[0], results[1], "{}", pair.name);
+        }
+    }
+}
+
+#[test]
+fn the_fast_kernel_sums_a_tile_in_fp16() {
+    // Equal scores, so every p is 1. Values 127 (scale 1) for 32 keys, then one 1 (scale FP16(1/127)), then zeros: the
+    // sum 4064 + 0.99994 is between the FP16 numbers 4064 and 4066.
+    let mut data = Data {
+        q: vec![0.0; 64 * HEADS * DIM],
+        k: gaussian(7, 64 * KV_HEADS * DIM),
+        v: vec![0.0; 64 * KV_HEADS * DIM],
+    };
+    data.v[..32 * KV_HEADS * DIM].fill(127.0);
+    data.v[32 * KV_HEADS * DIM..33 * KV_HEADS * DIM].fill(1.0);
+    let pair: KvPair = "int8".parse().unwrap();
+    let last = |original_int8| {
+        let options = KernelOptions {
+            original_int8,
+            eight_bit_pv: EightBitPv::Off,
+            ..KernelOptions::default()
+        };
+        let (out, _) = run(&pair, &data, 64, true, Emulation::Kernel(options));
+        out[63 * HEADS * DIM]
+    };
+    assert_eq!(last(false), 4064.0 / 64.0);
+    let one = half::f16::from_f32(127.0 * half::f16::from_f32(1.0 / 127.0).to_f32()).to_f32();
+    assert!((last(true) - (4064.0 + one) / 64.0).abs() < 1e-5, "{}", last(true));
+    assert!(last(true) > 63.51);
+}
+
+#[test]
+fn large_values_do_not_overflow_the_fast_kernels_sums() {
+    // 64 equal values of 3e4 add up to 1.9e6, thirty times the largest FP16 number.
+    let tokens = 64;
+    let data = Data {
+        q: vec![0.0; tokens * HEADS * DIM],
+        k: gaussian(8, tokens * KV_HEADS * DIM),
+        v: vec![30_000.0; tokens * KV_HEADS * DIM],
+    };
+    for name in ["int8", "fp8"] {
+        let kernel = Emulation::Kernel(KernelOptions {
+            eight_bit_pv: EightBitPv::Off,
+            ..KernelOptions::default()
+        });
+        let (out, _) = run(&name.parse().unwrap(), &data, tokens, true, kernel);
+        assert!(
+            out.iter().all(|value| (value / 30_000.0 - 1.0).abs() < 2e-3),
+            "{name}: {:?}",
+            &out[out.len() - 4..]
+        );
     }
 }

@@ -59,6 +59,9 @@ fn a_coarser_codec_is_farther_from_bf16() {
         [0, 1, 2].map(|run| execution(run, "kv_window")),
         [Value::Null, Value::Null, false.into()]
     );
+    // A checkpoint's own cache scales are never used, and the report says where they came from instead.
+    assert_eq!(execution(0, "kv_scales_source"), Value::Null);
+    assert_eq!(execution(1, "kv_scales_source"), "computed from the stored rows");
     assert_eq!(execution(0, "kv_emulation"), Value::Null);
     assert_eq!(execution(1, "kv_emulation"), "format");
     assert_eq!(runs[1].1["kl_divergence"]["reference_provenance"]["kv_dtype"], "bf16");
