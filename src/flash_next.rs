@@ -60,9 +60,17 @@ pub(crate) struct FlashNextArgs {
     /// Where routed experts are: device, ready for multiplication; host, packed in memory; disk, packed in the artifact
     #[arg(long, value_name = "WHERE", value_enum, default_value = "device")]
     expert_residency: Where,
-    /// Memory for experts kept ready with --expert-residency host or disk [default: 4096]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    /// MiB for experts kept ready with --expert-residency host or disk; auto is 4096 [default: auto]
+    #[arg(long, value_name = "N|auto", value_parser = cache_mib, allow_negative_numbers = true)]
     expert_cache_mib: Option<u32>,
+}
+
+/// A number of MiB as typed, or `auto`.
+fn cache_mib(typed: &str) -> Result<u32, &'static str> {
+    match typed {
+        "auto" => Ok(DEFAULT_CACHE_MIB),
+        number => number.parse().map_err(|_| "expected a number of MiB, or auto"),
+    }
 }
 
 /// Where routed experts are.
