@@ -1,6 +1,6 @@
 """Log-probabilities from Hugging Face transformers on a CPU, as the golden values define them.
 
-Eager attention and the plain PyTorch Gated DeltaNet, no cache. The softmax runs over the ids that the tokenizer can
+Eager attention and experts and the plain PyTorch Gated DeltaNet, no cache. The softmax runs over the ids that the tokenizer can
 produce; rows of the head beyond them take no part. Sums are in float64.
 """
 
@@ -14,7 +14,9 @@ def load(checkpoint, dtype):
 
     The tokenizer is read from tokenizer.json alone: transformers' own classes may add tokens that the file lacks.
     """
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
     return model.eval(), Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
 

@@ -9,6 +9,7 @@ use perplexity_eval::shard::Shard;
 
 use crate::flash_next::FlashNextArgs;
 use crate::log::Level;
+use crate::route::SoftmaxRows;
 use crate::unbuilt::Unbuilt;
 
 const ABOUT: &str = "Perplexity of text under a quantised Qwen3.5-family model, offline";
@@ -236,15 +237,31 @@ pub(crate) enum EmulationLevel {
 #[command(next_help_heading = "Prefill and numerical route")]
 pub(crate) struct RouteArgs {
     /// Tokens per prefill pass and window, a multiple of 128; whole waves of prompt attention with int8, nvfp4, fp8 and k8v4 KV
-    /// [default: 1024; on a card 4096; Qwen3.8-Flash-Next: 16384]
+    /// [default: 1024; on a card 4096; Qwen3.8-Flash-Next: 16384; --lossless and --reference: the whole window, and they refuse
+    /// less]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) prefill_chunk: Option<u32>,
     /// Tokens of such a wave, a multiple of 128 [default: 128 floor(170 / heads), the card of published figures]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) attention_wave: Option<u32>,
-    /// normal: bf16 at the model's boundaries; exact: float32 without rounding in between
-    #[arg(long, value_name = "ROUTE", default_value = "normal")]
-    pub(crate) route: String,
+    /// normal: bf16 at the model's boundaries; exact: float32 without rounding in between [default: normal]
+    #[arg(long, value_name = "ROUTE")]
+    pub(crate) route: Option<String>,
+    /// The bf16 model of transformers 5.24.0, every operation of it correctly rounded; float32 logits. On the CPU, with a
+    /// bf16 KV cache and no codec
+    #[arg(long)]
+    pub(crate) lossless: bool,
+    /// Route normal as it is meant: every boundary evaluated in f64 and rounded once, with the loss of the KV codec and no
+    /// other. On the CPU, without kernel emulation
+    #[arg(long)]
+    pub(crate) reference: bool,
+    /// Route normal with the same bits for every pass size, batch and number of threads. On the CPU, without kernel
+    /// emulation
+    #[arg(long)]
+    pub(crate) reproducible: bool,
+    /// Rows of the output head in the softmax [default: public; --lossless: all]
+    #[arg(long, value_name = "ROWS", value_enum)]
+    pub(crate) softmax_rows: Option<SoftmaxRows>,
     /// 16-bit activations in every projection, whatever the model permits
     #[arg(long)]
     pub(crate) a16_activations: bool,

@@ -16,7 +16,8 @@ use serde::Serialize;
 use crate::args::{BenchArgs, KvArgs};
 use crate::kv::KvCache;
 use crate::log::Log;
-use crate::options::{Device, UsageError, device, route, threads};
+use crate::options::{Device, UsageError, device, threads};
+use crate::route;
 use crate::prefill::Prefill;
 use crate::score::load_scorer;
 use crate::{Failure, limit_threads};
@@ -128,7 +129,7 @@ impl Options {
             }),
             None => Ok(values.iter().map(|value| *value as usize).collect::<Vec<_>>()),
         };
-        let route = route(&args.route)?;
+        let route = route::by_name(&args.route)?;
         let cache = |dtype: Option<&String>| {
             let typed = KvArgs {
                 kv_dtype: dtype.cloned(),

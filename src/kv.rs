@@ -1,7 +1,8 @@
 //! The KV cache of a run: what was typed, what the model is given, what the report says.
 //!
-//! Route normal stores bf16 keys and FP16 values without a codec, which is `--kv-dtype bf16`; route exact stores float32
-//! unless a codec is named, and then the codec's loss is the only one of the run.
+//! Route normal and those with its boundaries store bf16 keys and FP16 values without a codec, which is `--kv-dtype bf16`;
+//! route lossless stores bf16 for both and takes no codec; route exact stores float32 unless a codec is named, and then the
+//! codec's loss is the only one of the run.
 
 use perplexity_eval::humanize::{bytes, count};
 use perplexity_eval::output::sanitised;
@@ -31,6 +32,15 @@ pub(crate) enum KvUsageError {
     Kernel(#[from] KernelOptionError),
     #[error("{option} needs --kv-dtype: route exact keeps keys and values in float32 unless a codec is named")]
     NoCodec { option: &'static str },
+    #[error(
+        "--lossless keeps keys and values in bf16: {option} would add a loss to what is meant to have none; --reference \
+         applies a codec exactly"
+    )]
+    Lossless { option: String },
+    #[error("--reference reads a codec's rows by its definition: {option} imitates roundings of a kernel")]
+    ReferenceKernel { option: &'static str },
+    #[error("--reproducible excludes {option}: what a kernel rounds depends on the pass it sees a query in")]
+    ReproducibleKernel { option: &'static str },
     #[error("{option} belongs to --kv-emulation kernel, not to format")]
     NotKernel { option: &'static str },
     #[error("--kv-window needs a codec with an optional exact window ({windowed}); --kv-dtype {dtype} has none")]
@@ -66,12 +76,25 @@ impl KvCache {
             (Some(EmulationLevel::Kernel), _) | (None, Some(_)) => Emulation::Kernel(kernel),
             _ => Emulation::Format,
         };
+        let kernel_given = match emulation {
+            Emulation::Kernel(_) => Some(kernel_option.unwrap_or("--kv-emulation kernel")),
+            Emulation::Format => None,
+        };
+        let given = kernel_given.or(args.kv_window.map(|_| "--kv-window"));
+        match (route, kernel_given) {
+            (Route::Lossless, _) => {
+                let dtype = args.kv_dtype.as_ref().filter(|dtype| *dtype != PLAIN);
+                let option = dtype.map(|dtype| format!("--kv-dtype {dtype}"));
+                return match option.or(given.map(Into::into)) {
+                    Some(option) => Err(KvUsageError::Lossless { option }),
+                    None => Ok(Self { route, codec: None }),
+                };
+            }
+            (Route::Reference, Some(option)) => return Err(KvUsageError::ReferenceKernel { option }),
+            (Route::Reproducible, Some(option)) => return Err(KvUsageError::ReproducibleKernel { option }),
+            _ => {}
+        }
         if route == Route::Exact && args.kv_dtype.is_none() {
-            let given = match (emulation, args.kv_window) {
-                (Emulation::Kernel(_), _) => Some(kernel_option.unwrap_or("--kv-emulation kernel")),
-                (_, Some(_)) => Some("--kv-window"),
-                _ => None,
-            };
             return match given {
                 Some(option) => Err(KvUsageError::NoCodec { option }),
                 None => Ok(Self { route, codec: None }),
@@ -91,7 +114,7 @@ impl KvCache {
                 windowed: base_names(|dtype| KvOptions::new(dtype).has_window()),
             });
         }
-        let plain = route == Route::Normal && options == KvOptions::new(PLAIN.parse()?);
+        let plain = route != Route::Exact && options == KvOptions::new(PLAIN.parse()?);
         let codec = (!plain).then_some(options);
         Ok(Self { route, codec })
     }
@@ -176,8 +199,8 @@ impl KvCache {
                 .bytes_per_token(&layers, attention.num_kv_heads, attention.head_dim),
             None => {
                 let element = match self.route {
-                    Route::Normal => 2,
                     Route::Exact => 4,
+                    _ => 2,
                 };
                 (layers.len() * 2 * attention.num_kv_heads * attention.head_dim * element) as f64
             }
@@ -232,8 +255,8 @@ impl KvCache {
 
     fn uncoded(&self) -> &'static str {
         match self.route {
-            Route::Normal => PLAIN,
             Route::Exact => UNROUNDED,
+            _ => PLAIN,
         }
     }
 

@@ -18,6 +18,7 @@ mod options;
 mod precision;
 mod prefill;
 mod rope;
+mod route;
 mod score;
 mod synth;
 mod terminal;

@@ -113,7 +113,7 @@ impl CardPlan {
             tokens,
             prefill_chunk: options.prefill.effective(&options.kv, source.config()),
         };
-        let needs = Needs::of(source, options.route, storage, windows).map_err(Failure::failed)?;
+        let needs = Needs::of(source, options.numerics.route, storage, windows).map_err(Failure::failed)?;
         let budget = options.memory_budget.or(facts.free_bytes);
         let batch = match options.batch {
             Some(n) => Batch::Exactly(n.get()),
@@ -149,7 +149,7 @@ impl CardPlan {
     /// For the report.
     pub(crate) fn record(&self, options: &ScoreOptions, config: &TextConfig, settings: &mut Settings) {
         let decoded = |layer: usize| options.kv.codec().is_some_and(|kv| is_decoded_on_devices(kv, layer));
-        if options.route == Route::Normal && attention_layers(config).into_iter().any(decoded) {
+        if options.numerics.route == Route::Normal && attention_layers(config).into_iter().any(decoded) {
             // Decoded rows and the queries that meet them are rounded to half precision, the output before its basis.
             settings.fast_paths.push("kv_decoded_f16".into());
         }

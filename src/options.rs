@@ -22,6 +22,7 @@ use crate::memory::{self, MemoryError};
 use crate::precision::Narrowing;
 use crate::prefill::Prefill;
 use crate::rope::{Rope, RopeUsageError};
+use crate::route::{Numerics, RouteUsageError};
 
 /// The demo: a small trained model and texts that ship in the repository.
 const DEMO_ARTIFACT: &str = "tests/data/demo.ninfer";
@@ -50,6 +51,8 @@ pub(crate) enum UsageError {
     VulkanDevice(usize),
     #[error(transparent)]
     Kv(#[from] KvUsageError),
+    #[error(transparent)]
+    Route(#[from] RouteUsageError),
     #[error(transparent)]
     FlashNext(#[from] FlashNextUsageError),
     #[error(transparent)]
@@ -182,7 +185,7 @@ pub(crate) struct ScoreOptions {
     pub(crate) prefill: Prefill,
     pub(crate) rope: Rope,
     pub(crate) precision: Narrowing,
-    pub(crate) route: Route,
+    pub(crate) numerics: Numerics,
     pub(crate) output: Option<PathBuf>,
     /// Where finished windows are kept until the run is done.
     pub(crate) resume: Option<PathBuf>,
@@ -208,10 +211,14 @@ impl ScoreOptions {
             (true, _) => WindowKind::Disjoint,
             (false, true) => WindowKind::LlamaChunks,
         };
-        let route = route(&args.route.route)?;
-        let protocol = Protocol::new(kind, context, stride)?;
         let device = device(&args.device.device)?;
-        let prefill = Prefill::resolve(&args.route, device)?;
+        let protocol = Protocol::new(kind, context, stride)?;
+        let numerics = Numerics::resolve(args, context, device)?;
+        let route = numerics.route;
+        let prefill = match route.is_precise() {
+            true => Prefill::whole_window(&args.route, device, context)?,
+            false => Prefill::resolve(&args.route, device)?,
+        };
         let batch = batch(&args.device.batch)?;
         let comparison = &args.comparison;
         let evaluation = evaluate::Options {
@@ -252,7 +259,7 @@ impl ScoreOptions {
             prefill,
             rope: Rope::resolve(&args.rope)?,
             precision: Narrowing::resolve(&args.device, &args.route, route.narrows_activations()),
-            route,
+            numerics,
             output: args.output.output.clone(),
             resume: args.output.resume.clone(),
             artifact,
@@ -460,18 +467,6 @@ fn hidden_precision(route: Route) -> Precision {
     }
 }
 
-pub(crate) fn route(text: &str) -> Result<Route, UsageError> {
-    match text {
-        "normal" => Ok(Route::Normal),
-        "exact" => Ok(Route::Exact),
-        _ => Err(UsageError::UnknownValue {
-            option: "--route",
-            value: text.to_owned(),
-            expected: "normal or exact".to_owned(),
-        }),
-    }
-}
-
 /// A file that is read must be there, and end: a pipe or a device is refused before anything waits for it.
 pub(crate) fn require_file(what: &'static str, path: &Path) -> Result<(), UsageError> {
     match kind(what, path)? {
@@ -528,6 +523,7 @@ fn kind(what: &'static str, path: &Path) -> Result<Option<&'static str>, UsageEr
 mod tests {
     use super::*;
     use crate::args::Cli;
+    use crate::route::SoftmaxRows;
     use clap::{CommandFactory, Parser};
 
     /// A clone of the repository in small: the demo's two files, a text and an empty folder below them.
@@ -599,7 +595,10 @@ mod tests {
     fn the_demo_takes_options() {
         let options = resolve("--context 256 --disjoint --route exact --device ndarray --batch 3 --threads 2").unwrap();
         assert_eq!(options.protocol, Protocol::new(WindowKind::Disjoint, 256, 512).unwrap());
-        assert_eq!((options.route, options.device), (Route::Exact, Device::NdArray));
+        assert_eq!(
+            (options.numerics.route, options.device),
+            (Route::Exact, Device::NdArray)
+        );
         assert_eq!((options.evaluation.batch, options.threads), (3, NonZeroUsize::new(2)));
     }
 
@@ -673,7 +672,6 @@ mod tests {
     #[test]
     fn what_is_not_built_is_said_and_what_is_unknown_lists_the_known() {
         assert_eq!(refusal("--devices 0,1"), "--devices is not in this build");
-        assert_eq!(refusal("--lossless"), "--lossless is not in this build");
         assert_eq!(
             refusal("--fast-path a --fast-path b"),
             "--fast-path is not in this build"
@@ -689,6 +687,64 @@ mod tests {
         ] {
             assert!(refusal(line).contains("expected"), "{line}");
         }
+    }
+
+    #[test]
+    fn routes_take_what_they_can_and_say_why_not() {
+        let numerics = |line: &str| resolve(line).unwrap().numerics;
+        let rows = |line: &str| numerics(line).softmax_rows;
+        assert_eq!(numerics("").route, Route::Normal);
+        assert_eq!(
+            numerics("--reproducible --prefill-chunk 128").route,
+            Route::Reproducible
+        );
+        let lossless = numerics("--lossless --prefill-chunk 2048");
+        assert_eq!(
+            (lossless.route, resolve("--lossless").unwrap().prefill.tokens),
+            (Route::Lossless, 1024)
+        );
+        assert_eq!(resolve("--reference --context 700").unwrap().prefill.tokens, 700);
+        assert_eq!(rows("--lossless"), SoftmaxRows::All);
+        assert_eq!(rows("--lossless --softmax-rows public"), SoftmaxRows::Public);
+        assert_eq!(rows("--reference"), SoftmaxRows::Public);
+        assert_eq!(rows("--softmax-rows all"), SoftmaxRows::All);
+        for (line, words) in [
+            (
+                "--lossless --reference",
+                "--lossless and --reference are different routes",
+            ),
+            (
+                "--route exact --reproducible",
+                "--route exact and --reproducible are different",
+            ),
+            (
+                "--lossless --prefill-chunk 512",
+                "less than the window of 1024 tokens: --lossless sees",
+            ),
+            (
+                "--reference --prefill-chunk 896",
+                "--reference sees a window in one pass",
+            ),
+            ("--lossless --kv-dtype int8", "--lossless keeps keys and values in bf16"),
+            ("--lossless --kv-window off", "--lossless keeps keys and values in bf16"),
+            (
+                "--lossless --kv-emulation kernel",
+                "--lossless keeps keys and values in bf16",
+            ),
+            (
+                "--reference --kv-emulation kernel",
+                "--reference reads a codec's rows by its definition",
+            ),
+            (
+                "--reproducible --kv-dtype nvfp4 --prefill-8bit-pv",
+                "depends on the pass",
+            ),
+        ] {
+            let message = refusal(line);
+            assert!(message.contains(words), "{line}: {message}");
+        }
+        assert_eq!(resolve("--lossless --kv-dtype bf16").unwrap().kv.codec(), None);
+        assert!(resolve("--reference --kv-dtype nvfp4").unwrap().kv.codec().is_some());
     }
 
     #[test]
@@ -735,7 +791,10 @@ mod tests {
     fn later_values_win_and_repeated_flags_are_harmless() {
         let line = "--context 64 --context 128 --stride 32 --stride 16 --route normal --route exact";
         let options = resolve(line).unwrap();
-        assert_eq!((options.protocol, options.route), (sliding(128, 16), Route::Exact));
+        assert_eq!(
+            (options.protocol, options.numerics.route),
+            (sliding(128, 16), Route::Exact)
+        );
         assert!(resolve("--disjoint --disjoint").is_ok());
     }
 

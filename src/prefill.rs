@@ -27,6 +27,8 @@ const MULTIPROCESSORS: usize = 170;
 pub(crate) struct Prefill {
     pub(crate) tokens: usize,
     wave: Option<usize>,
+    /// Whether a pass is a whole window, whatever the waves.
+    whole: bool,
 }
 
 impl Prefill {
@@ -56,6 +58,19 @@ impl Prefill {
         Ok(Self {
             tokens: whole_blocks("--prefill-chunk", tokens.unwrap_or(default))?,
             wave: None,
+            whole: false,
+        })
+    }
+
+    /// One pass for every window of `context` tokens; the size typed is checked all the same.
+    ///
+    /// # Errors
+    /// As [`Self::resolve`].
+    pub(crate) fn whole_window(args: &RouteArgs, device: Device, context: usize) -> Result<Self, UsageError> {
+        Ok(Self {
+            tokens: context,
+            whole: true,
+            ..Self::resolve(args, device)?
         })
     }
 
@@ -79,7 +94,7 @@ impl Prefill {
     fn wave(self, kv: &KvCache, config: &TextConfig) -> Option<usize> {
         let attention = config.attention.as_ref()?;
         let default = BLOCK as usize * (MULTIPROCESSORS / attention.num_heads).max(1);
-        kv.prefills_in_waves().then(|| self.wave.unwrap_or(default))
+        (kv.prefills_in_waves() && !self.whole).then(|| self.wave.unwrap_or(default))
     }
 }
 

@@ -22,7 +22,6 @@ use perplexity_model::experts::CacheStatistics;
 use perplexity_model::inspect::Inspection;
 use perplexity_model::memory::Residency;
 use perplexity_model::rope::RopeExtension;
-use perplexity_model::route::Route;
 use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Window};
 use perplexity_model::signature::prefill_signature;
 use perplexity_model::source::{self, TextSource};
@@ -61,6 +60,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         .flash_next
         .check(source.config())
         .map_err(UsageError::FlashNext)?;
+    options.numerics.check(source.config()).map_err(UsageError::Route)?;
     options.kv.check(source.config()).map_err(UsageError::Kv)?;
     let tokenizer = TextTokenizer::from_source(source.as_ref(), AddedTokens::Match).map_err(Failure::failed)?;
     let model = Inspection::of_source(&options.artifact, source.as_ref()).map_err(Failure::failed)?;
@@ -82,12 +82,17 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     let longest = longest_feed(&plan);
     log.info(options.kv.line(source.config(), longest));
 
+    let head_rows = source.config().vocab_size;
+    let softmax_rows = options
+        .numerics
+        .softmax_rows
+        .count(tokenizer.public_tokens(), head_rows);
     let provenance = Provenance {
-        public_tokens: tokenizer.public_tokens() as u64,
+        public_tokens: softmax_rows as u64,
         artifact: model.name.clone(),
         prefill_signature: signature.clone(),
         kv_dtype: options.kv.described(),
-        route: options.route.name().into(),
+        route: options.numerics.route.name().into(),
     };
     let card = CardPlan::make(options, source.as_ref(), longest)?;
     if let Some(card) = &card {
@@ -109,7 +114,9 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     log.info(Narrowing::line(&load_options));
     let mut settings = settings(options, source.config(), extension, longest);
     options.precision.record(&mut settings, &load_options);
-    options.flash_next.record(&mut settings, source.as_ref(), options.route);
+    options
+        .flash_next
+        .record(&mut settings, source.as_ref(), options.numerics.route);
     if let Some(card) = &card {
         card.record(options, source.config(), &mut settings);
     }
@@ -117,9 +124,9 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         let identity = resume::identity(&plan, &artifact, &settings, &evaluation);
         (path.clone(), identity)
     });
-    let prepared = evaluate::prepare(&plan, &evaluation, tokenizer.public_tokens()).map_err(Failure::failed)?;
+    let prepared = evaluate::prepare(&plan, &evaluation, softmax_rows).map_err(Failure::failed)?;
     if let Some(SaveHidden { path, precision, .. }) = &evaluation.save_hidden {
-        let header = hidden::Header::of(&plan, hidden_size, *precision, tokenizer.public_tokens());
+        let header = hidden::Header::of(&plan, hidden_size, *precision, softmax_rows);
         let size = bytes(header.map_or(0, |header| header.file_bytes(&plan)));
         log.info(format_args!(
             "hidden states | {size} in {} | {}",
@@ -137,7 +144,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     let mut load_options = load_options;
     load_options.residency = card.as_ref().map_or(Residency::Dense, |card| card.plan.residency);
     let scorer_options = ScorerOptions {
-        route: options.route,
+        route: options.numerics.route,
         kv: options.kv.codec().cloned(),
         rope: extension,
         load: load_options,
@@ -145,7 +152,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         prefill_chunk: options.prefill.effective(&options.kv, source.config()),
         batch: evaluation.batch,
         threads: options.threads.map(usize::from),
-        public_tokens: tokenizer.public_tokens(),
+        public_tokens: softmax_rows,
         flash_next: options.flash_next.options().clone(),
     };
     let mut scorer = load_model(options.device, source.as_ref(), &scorer_options)?;
@@ -450,17 +457,12 @@ fn settings(options: &ScoreOptions, config: &TextConfig, rope: RopeExtension, lo
         backend: options.device.to_string(),
         device: index.unwrap_or(0),
         devices: index.into_iter().collect(),
-        route: options.route.name().into(),
-        // The head runs once per pass.
-        score_tile_tokens: options.prefill.effective(&options.kv, config) as u64,
-        logits_dtype: match options.route {
-            Route::Normal => "bf16",
-            Route::Exact => "f32",
-        }
-        .into(),
         special_tokens_in_text: "matched".into(),
         ..Settings::default()
     };
+    // The head runs once per pass.
+    settings.score_tile_tokens = options.prefill.effective(&options.kv, config) as u64;
+    options.numerics.record(&mut settings);
     options.kv.record(&mut settings, config, longest);
     options.prefill.record(&mut settings, &options.kv, config);
     options.rope.record(&mut settings, rope);

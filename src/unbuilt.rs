@@ -29,9 +29,6 @@ const FLASH_NEXT: &str = "Qwen3.8-Flash-Next";
 const ROWS: &[Row] = &[
     row(DEVICE, "devices", "A,B,...", "Pipeline stages, one per GPU"),
     row(DEVICE, "mtp-experts-q4", "", "Experts of the multi-token predictor at 4 bits"),
-    row(ROUTE, "reproducible", "", "No fast path: the same bits for every pass size, batch and thread count"),
-    row(ROUTE, "lossless", "", "Every operation correctly rounded, one pass per window, bf16 KV, FP32 logits"),
-    row(ROUTE, "reference", "", "Lossless with exactly the declared lossy steps"),
     row(ROUTE, "fast-path", "NAME", "Also run this fast path (repeatable)"),
     row(ROUTE, "prefill-cublas", "", "Score through the cuBLAS prefill route"),
     row(ROUTE, "no-prefill-cublas-projections", "", "Keep input projections off the cuBLAS route"),

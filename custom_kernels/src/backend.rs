@@ -12,6 +12,7 @@ use std::fmt::Debug;
 
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
 
+use crate::host::gemm::Panels;
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expand_weight::StoredMatrix,
     expert_feed_forward, gated_delta_rule, gated_rms_norm, offset_rms_norm, project, quantize_rows, rotary, round,
@@ -65,6 +66,13 @@ pub trait EvaluatorBackend: Backend {
 
     /// The matrix as a float tensor `[out, in]`.
     fn dense(weight: &Self::Weight) -> Tensor<Self, 2>;
+
+    /// The matrix for products on the host, float32.
+    fn panels(weight: &Self::Weight) -> Panels {
+        let dense = Self::dense(weight);
+        let (shape, values) = (dense.dims(), dense.into_data().convert::<f32>());
+        Panels::pack(values.as_slice().expect("converted to f32 just now"), shape)
+    }
 
     /// `x` rounded; see [`round`].
     fn round<const D: usize>(x: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {

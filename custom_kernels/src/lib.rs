@@ -1,7 +1,8 @@
 //! The operations a backend must offer to evaluate a Qwen3.5-family model.
 //!
 //! One folder per operation under `ops/`: `mod.rs` opens with the formula and holds the plain reference in burn tensor
-//! operations, `host.rs` the CPU implementation on slices, `cube.rs` the CubeCL kernel.
+//! operations, `host.rs` the CPU implementation on slices, `precise.rs` the formula in f64 for the routes that promise its
+//! rounding, `cube.rs` the CubeCL kernel.
 //! [`EvaluatorBackend`] gathers them; its method bodies are the references, so that any burn backend can evaluate, and a
 //! backend overrides what it does better.
 
@@ -12,7 +13,7 @@ pub mod cube;
 pub mod cube_backend;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-#[cfg(any(feature = "ndarray", feature = "flex"))]
+pub mod evaluation;
 pub mod host;
 pub mod numeric;
 pub mod ops;
@@ -20,4 +21,5 @@ pub mod precision;
 pub mod timing;
 
 pub use backend::EvaluatorBackend;
+pub use evaluation::Evaluation;
 pub use precision::Precision;

@@ -254,7 +254,10 @@ pub fn attend(
             let (position, head) = (first_position + index / heads, index % heads / (heads / kv_heads));
             let scores = rows.scores(q, position, head);
             match forms.map(|forms| forms.p) {
-                None => rows.exact_output(&scores, position, head, out),
+                None => {
+                    let exact = rows.exact_output(&scores, position, head);
+                    out.iter_mut().zip(exact).for_each(|(out, x)| *out = x as f32);
+                }
                 Some(PForm::F16) => rows.f16_output(&scores, position, head, out),
                 Some(form) => {
                     let scales = tiles.as_ref().expect("scales are read for these forms");
@@ -267,6 +270,33 @@ pub fn attend(
             }
         });
     store.output_basis(&mut out);
+    out
+}
+
+/// [`attend`] at the format level with queries, transforms and sums in f64: nothing is rounded but the stored rows.
+///
+/// # Panics
+/// As [`attend`].
+pub fn attend_exact(store: &LayerStore, queries: &[f32], heads: usize, first_position: usize) -> Vec<f64> {
+    let (head_dim, kv_heads) = (store.k.head_dim(), store.k.kv_heads());
+    assert!(heads.is_multiple_of(kv_heads), "whole groups of query heads");
+    let mut q: Vec<f64> = queries.iter().copied().map(f64::from).collect();
+    store.k.codec().basis().forward_f64(&mut q, head_dim);
+    let rows = Rows {
+        k: &store.k.read(),
+        v: &store.v.read(),
+        kv_heads,
+        head_dim,
+    };
+    let mut out: Vec<f64> = q
+        .par_chunks_exact(head_dim)
+        .enumerate()
+        .flat_map_iter(|(index, q)| {
+            let (position, head) = (first_position + index / heads, index % heads / (heads / kv_heads));
+            rows.exact_output(&rows.scores(q, position, head), position, head)
+        })
+        .collect();
+    store.v.codec().basis().inverse_f64(&mut out, head_dim);
     out
 }
 
@@ -426,14 +456,14 @@ impl Rows<'_> {
     }
 
     /// `q . k_j / sqrt(D)` for keys `0..=position`.
-    fn scores(&self, q: &[f32], position: usize, head: usize) -> Vec<f64> {
+    fn scores<Q: Copy + Into<f64>>(&self, q: &[Q], position: usize, head: usize) -> Vec<f64> {
         let scale = 1.0 / (self.head_dim as f64).sqrt();
         (0..=position)
             .map(|key| dot(q, self.row(self.k, key, position, head)) * scale)
             .collect()
     }
 
-    fn exact_output(&self, scores: &[f64], position: usize, head: usize, out: &mut [f32]) {
+    fn exact_output(&self, scores: &[f64], position: usize, head: usize) -> Vec<f64> {
         let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let mut sum = 0.0;
         let mut acc = vec![0f64; self.head_dim];
@@ -442,7 +472,8 @@ impl Rows<'_> {
             sum += p;
             add_scaled(&mut acc, p, self.row(self.v, key, position, head));
         }
-        out.iter_mut().zip(acc).for_each(|(out, acc)| *out = (acc / sum) as f32);
+        acc.iter_mut().for_each(|acc| *acc /= sum);
+        acc
     }
 
     fn f16_output(&self, scores: &[f64], position: usize, head: usize, out: &mut [f32]) {
@@ -598,18 +629,18 @@ fn add_scaled(acc: &mut [f64], p: f64, v: &[f32]) {
 }
 
 /// Dot product in f64 over eight running sums, which the compiler keeps in vector registers.
-fn dot(a: &[f32], b: &[f32]) -> f64 {
+fn dot<A: Copy + Into<f64>>(a: &[A], b: &[f32]) -> f64 {
     let mut lanes = [0f64; 8];
     let (a8, b8) = (a.chunks_exact(8), b.chunks_exact(8));
     let rest: f64 = a8
         .remainder()
         .iter()
         .zip(b8.remainder())
-        .map(|(a, b)| f64::from(*a) * f64::from(*b))
+        .map(|(a, b)| (*a).into() * f64::from(*b))
         .sum();
     for (a, b) in a8.zip(b8) {
         for l in 0..8 {
-            lanes[l] += f64::from(a[l]) * f64::from(b[l]);
+            lanes[l] += a[l].into() * f64::from(b[l]);
         }
     }
     lanes.iter().sum::<f64>() + rest

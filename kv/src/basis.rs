@@ -8,6 +8,8 @@
 //! one exact-by-power-of-four scaling at the end, so that codes are reproducible bit for bit. Because the transform is
 //! orthonormal, `q.k = (Hq).(Hk)`: queries take the basis of K, and the attention output leaves the basis of V once.
 
+use std::ops::{Add, Sub};
+
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 /// Basis in which one side of the cache is stored.
@@ -71,6 +73,30 @@ impl Basis {
         self.signed(hadamard_tensor(rows, n))
     }
 
+    /// [`Basis::forward`] in f64.
+    pub fn forward_f64(self, rows: &mut [f64], head_dim: usize) {
+        let Some(n) = self.block(head_dim) else { return };
+        self.apply_signs_f64(rows, head_dim);
+        rows.chunks_exact_mut(n).for_each(hadamard_f64);
+    }
+
+    /// [`Basis::inverse`] in f64.
+    pub fn inverse_f64(self, rows: &mut [f64], head_dim: usize) {
+        let Some(n) = self.block(head_dim) else { return };
+        rows.chunks_exact_mut(n).for_each(hadamard_f64);
+        self.apply_signs_f64(rows, head_dim);
+    }
+
+    fn apply_signs_f64(self, rows: &mut [f64], head_dim: usize) {
+        let Basis::SignedHadamard { seed } = self else { return };
+        let signs = random_signs(seed, head_dim);
+        for row in rows.chunks_exact_mut(head_dim) {
+            row.iter_mut()
+                .zip(&signs)
+                .for_each(|(value, sign)| *value *= f64::from(*sign));
+        }
+    }
+
     fn block(self, head_dim: usize) -> Option<usize> {
         match self {
             Basis::Identity => None,
@@ -95,6 +121,19 @@ impl Basis {
 
 /// `H_n x` in place, n = `x.len()`, a power of two.
 pub fn hadamard(x: &mut [f32]) {
+    butterflies(x);
+    let scale = 1.0 / (x.len() as f32).sqrt();
+    x.iter_mut().for_each(|value| *value *= scale);
+}
+
+fn hadamard_f64(x: &mut [f64]) {
+    butterflies(x);
+    let scale = 1.0 / (x.len() as f64).sqrt();
+    x.iter_mut().for_each(|value| *value *= scale);
+}
+
+/// `sqrt(n) H_n x`.
+fn butterflies<T: Copy + Add<Output = T> + Sub<Output = T>>(x: &mut [T]) {
     let n = x.len();
     debug_assert!(n.is_power_of_two());
     let mut stride = 1;
@@ -107,8 +146,6 @@ pub fn hadamard(x: &mut [f32]) {
         }
         stride *= 2;
     }
-    let scale = 1.0 / (n as f32).sqrt();
-    x.iter_mut().for_each(|value| *value *= scale);
 }
 
 /// [`hadamard`] on each block of `n` values of the last dimension.
@@ -182,8 +219,13 @@ mod tests {
             let mut rows = row.clone();
             basis.forward(&mut rows, 256);
             assert_eq!(rows == row, basis == Basis::Identity);
+            let mut wide: Vec<f64> = row.iter().copied().map(f64::from).collect();
+            basis.forward_f64(&mut wide, 256);
+            assert!(wide.iter().zip(&rows).all(|(wide, x)| *wide as f32 == *x), "{basis:?}");
             basis.inverse(&mut rows, 256);
             assert_eq!(rows, row, "{basis:?}");
+            basis.inverse_f64(&mut wide, 256);
+            assert!(wide.iter().zip(&row).all(|(wide, x)| *wide as f32 == *x), "{basis:?}");
         }
     }
 

@@ -43,6 +43,11 @@ impl<B: EvaluatorBackend> AnyModel<B> {
     ) -> Result<Self, ModelError> {
         let (config, route, kv) = (source.config(), options.route, options.kv.clone());
         if let Some(dims) = &config.flash_next {
+            if route.is_precise() {
+                return Err(ModelError::NotInThisBuild {
+                    what: "Qwen3.8-Flash-Next in the routes lossless and reference",
+                });
+            }
             let model = Qwen4Exp::load(source, dims, &options.flash_next, route, device)?;
             return Ok(Self::Qwen4Exp(Box::new(match kv {
                 Some(kv) => model.with_kv(config, kv)?,

@@ -87,7 +87,7 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
         device: &B::Device,
     ) -> Result<Self, ModelError> {
         let config: &TextConfig = source.config();
-        let loader = Loader::<B>::new(source, options, device);
+        let loader = Loader::<B>::new(source, options, device).rounding_to_bf16(route.rounds_weights());
         // A route that never rounds takes codes as they are.
         let loader = match route.at(Boundary::Norm) {
             Precision::Full => loader.unrounded(),
@@ -164,7 +164,7 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
                     )
                 })
                 .collect(),
-            rotary: self.rotary.table(capacity, &self.device),
+            rotary: self.rotary.table(self.route, capacity, &self.device),
             routing: None,
         }
     }
@@ -179,6 +179,22 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
         ids: &[u32],
         mut observe: impl FnMut(usize, &Tensor<B, 3>),
     ) -> Tensor<B, 3> {
+        if let Some(kept) = &windows.routing {
+            kept.borrow_mut().clear();
+        }
+        let mut x = self.embedding.forward(ids, windows.batch, self.route);
+        for index in 0..self.blocks.len() {
+            observe(index, &x);
+            x = self.block(windows, index, x);
+        }
+        observe(self.blocks.len(), &x);
+        windows.position += ids.len() / windows.batch;
+        x
+    }
+
+    /// Block `index` alone: `x` `[batch, tokens, hidden]` is the residual stream before it at the next tokens of every
+    /// window, whose position does not move.
+    pub fn block(&self, windows: &mut Windows<B>, index: usize, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let pass = Pass {
             route: self.route,
             first_position: windows.position,
@@ -186,22 +202,13 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
             routing: windows.routing.as_ref(),
             delta_state: self.delta_state,
         };
-        if let Some(kept) = pass.routing {
-            kept.borrow_mut().clear();
-        }
-        let mut x = self.embedding.forward(ids, windows.batch, self.route);
-        for (index, (block, state)) in self.blocks.iter().zip(&mut windows.blocks).enumerate() {
-            observe(index, &x);
-            x = block.forward(x, state, &pass);
-        }
-        observe(self.blocks.len(), &x);
-        windows.position += ids.len() / windows.batch;
-        x
+        self.blocks[index].forward(x, &mut windows.blocks[index], &pass)
     }
 
     /// Scores rows `[rows, hidden]` of the residual stream.
     pub fn score(&self, rows: Tensor<B, 2>, ask: &HeadRequest<'_>) -> HeadScores {
-        B::score_head(self.normalise(rows), self.head(), ask, self.route.at(Boundary::Logits))
+        let rows = self.normalise(rows);
+        self.route.on(Boundary::Logits).score_head(rows, self.head(), ask)
     }
 
     /// Logits `[rows, vocab_size]` of rows of the residual stream, all at once.
@@ -211,12 +218,14 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
 
     /// Logits `[rows, vocab_size]` of final hidden states, the outputs of the final norm.
     pub fn apply_head(&self, hidden: Tensor<B, 2>) -> Tensor<B, 2> {
-        B::project(hidden.unsqueeze::<3>(), self.head(), self.route.at(Boundary::Logits)).squeeze_dim::<2>(0)
+        let hidden = hidden.unsqueeze::<3>();
+        let logits = self.route.on(Boundary::Logits).project(hidden, self.head());
+        logits.squeeze_dim::<2>(0)
     }
 
     /// The final norm over rows of the residual stream.
     pub fn normalise(&self, rows: Tensor<B, 2>) -> Tensor<B, 2> {
-        self.final_norm.forward(rows, self.route.at(Boundary::Norm))
+        self.final_norm.forward(rows, self.route.on(Boundary::Norm))
     }
 
     fn head(&self) -> &B::Weight {

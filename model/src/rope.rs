@@ -26,6 +26,7 @@ use perplexity_kernels::backend::RotaryTable;
 use perplexity_kernels::ops::rotary;
 
 use crate::config::{AttentionConfig, TextConfig};
+use crate::route::Route;
 
 /// Positions that no extension goes beyond.
 const MOST_POSITIONS: usize = 1 << 20;
@@ -112,10 +113,10 @@ impl Rotary {
         }
     }
 
-    /// Cosines and sines of the first `tokens` positions.
-    pub fn table<B: Backend>(&self, tokens: usize, device: &B::Device) -> RotaryTable<B> {
+    /// Cosines and sines of the first `tokens` positions, as the route has them.
+    pub fn table<B: Backend>(&self, route: Route, tokens: usize, device: &B::Device) -> RotaryTable<B> {
         let positions: Vec<f64> = (0..tokens).map(|index| self.position(index)).collect();
-        RotaryTable::at(&self.frequencies, self.magnitude, &positions, device)
+        RotaryTable::of(route.angles(&self.frequencies, self.magnitude, &positions), device)
     }
 }
 

@@ -68,7 +68,7 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
         let mut state = self.model.begin(1, fed);
         while state.position() < fed {
             let start = state.position();
-            let end = fed.min(start + self.options.prefill_chunk);
+            let end = self.pass_end(start, fed);
             let hidden = match self.model.pass(&mut state, &window.tokens[start..end]) {
                 Ok(hidden) => hidden,
                 Err(error) => {

@@ -80,7 +80,7 @@ pub struct ScorerOptions {
     pub load: LoadOptions,
     /// Whether the delta rule's state is kept in half precision.
     pub delta_state_f16: bool,
-    /// Most tokens per pass and window.
+    /// Most tokens per pass and window; precise routes take the window in one.
     pub prefill_chunk: usize,
     /// Most windows per batch.
     pub batch: usize,
@@ -374,6 +374,14 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
         Ok(())
     }
 
+    /// Where the pass that begins at `start` of `fed` tokens ends.
+    pub(crate) fn pass_end(&self, start: usize, fed: usize) -> usize {
+        match self.options.route.is_precise() {
+            true => fed,
+            false => fed.min(start.saturating_add(self.options.prefill_chunk)),
+        }
+    }
+
     /// Windows of equal length as one batch.
     fn score_batch(&self, windows: &[(usize, &Window)], ask: &Ask) -> Result<Vec<Scores>, ModelError> {
         let fed = windows[0].1.tokens.len() - 1;
@@ -381,7 +389,7 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
         let mut scores = vec![Scores::default(); windows.len()];
         while state.position() < fed {
             let start = state.position();
-            let end = fed.min(start + self.options.prefill_chunk);
+            let end = self.pass_end(start, fed);
             let ids: Vec<u32> = windows
                 .iter()
                 .flat_map(|(_, window)| &window.tokens[start..end])

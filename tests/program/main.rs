@@ -15,4 +15,5 @@ mod parts;
 mod precision;
 mod references;
 mod refusals;
+mod routes;
 mod texts;

@@ -139,6 +139,15 @@ fn resolved_options_are_refused_in_words() {
         ("MODEL --text TEXT --resume nowhere/state", "does not exist"),
         ("gate MODEL TEXT --nll -1", "at least 0"),
         ("MODEL --text TEXT --route fast", "expected normal or exact"),
+        ("MODEL --text TEXT --lossless --reference", "are different routes"),
+        (
+            "MODEL --text TEXT --lossless --kv-dtype int8",
+            "--kv-dtype int8 would add a loss",
+        ),
+        (
+            "MODEL --text TEXT --lossless --prefill-chunk 1024",
+            "sees a window in one pass",
+        ),
         ("MODEL --text nowhere.txt", "does not exist"),
         ("nowhere.ninfer --text TEXT", "does not exist"),
         ("MODEL --text TEXT --output TEXT", "is a file"),
@@ -175,7 +184,7 @@ fn a_window_beyond_the_models_positions_is_refused_before_loading() {
 
 #[test]
 fn options_of_later_builds_are_never_ignored() {
-    for option in ["--lossless", "--ngram-ram-mib 64", "--devices 0,1"] {
+    for option in ["--prefill-cublas", "--ngram-ram-mib 64", "--devices 0,1"] {
         let message = refused(&format!("MODEL --text TEXT {option}"));
         assert!(message.contains("is not in this build"), "{message}");
     }

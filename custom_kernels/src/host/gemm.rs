@@ -77,7 +77,7 @@ impl Panels {
             .copied()
     }
 
-    fn panel(&self, index: usize) -> &[f32] {
+    pub(crate) fn panel(&self, index: usize) -> &[f32] {
         let size = COLUMNS * self.shape[1];
         &self.values[index * size..][..size]
     }

@@ -5,6 +5,7 @@
 //! batch, pass and thread count. Rows are shared out over the current rayon pool.
 
 pub mod gemm;
+pub mod gemm64;
 pub mod math;
 pub mod simd;
 
@@ -55,6 +56,7 @@ impl HostTensors for burn_ndarray::NdArray<f32> {
     }
 }
 
+#[cfg(any(feature = "ndarray", feature = "flex"))]
 fn copied<B: Backend>(tensor: &FloatTensor<B>) -> Vec<f32> {
     let data = burn::tensor::read_sync(B::float_into_data(tensor.clone())).expect("a CPU tensor can always be read");
     data.convert::<f32>().into_vec().expect("converted to f32 just now")
@@ -88,6 +90,10 @@ impl<B: HostTensors> EvaluatorBackend for B {
 
     fn dense(weight: &Panels) -> Tensor<Self, 2> {
         tensor(weight.unpack(), weight.shape(), &Self::Device::default())
+    }
+
+    fn panels(weight: &Panels) -> Panels {
+        weight.clone()
     }
 
     fn round<const D: usize>(x: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {

@@ -88,11 +88,11 @@ impl<B: EvaluatorBackend> Attention<B> {
     ) -> Tensor<B, 3> {
         let route = pass.route;
         let [batch, tokens, _] = h.dims();
-        let project = |linear: &Linear<B>| linear.forward(h.clone(), route.at(Boundary::AttentionProjection));
+        let project = |linear: &Linear<B>| linear.forward(h.clone(), route.on(Boundary::AttentionProjection));
         let heads = |x: Tensor<B, 3>, count| x.reshape([batch, tokens, count, self.head_dim]);
         let position = |x: Tensor<B, 4>, norm: &OffsetNorm<B>| {
-            let x = norm.forward(x, route.at(Boundary::QueryKeyNorm));
-            B::rotary(x, pass.rotary, pass.first_position, route.at(Boundary::Rotary))
+            let x = norm.forward(x, route.on(Boundary::QueryKeyNorm));
+            route.on(Boundary::Rotary).rotary(x, pass.rotary, pass.first_position)
         };
 
         let q = position(heads(project(&self.query), self.num_heads), &self.query_norm);
@@ -104,10 +104,10 @@ impl<B: EvaluatorBackend> Attention<B> {
             route.round(Boundary::CachedValue, v)
         };
         cache.append(k, v);
-        let o = cache.attend(q, route.at(Boundary::AttentionOutput));
+        let o = cache.attend(q, route.on(Boundary::AttentionOutput));
 
         let o = o.reshape([batch, tokens, self.num_heads * self.head_dim]);
-        let o = B::sigmoid_gate(o, project(&self.gate), route.at(Boundary::OutputGate));
-        self.output.forward_add(residual, o, route.at(Boundary::Residual))
+        let o = route.on(Boundary::OutputGate).sigmoid_gate(o, project(&self.gate));
+        self.output.forward_add(residual, o, route.on(Boundary::Residual))
     }
 }

@@ -104,16 +104,22 @@ impl<B: EvaluatorBackend> Block<B> {
         let route = pass.route;
         let x = match (&self.mixer, state) {
             (Mixer::Attention(attention), BlockState::Attention(cache)) => {
-                let h = self.input_norm.forward(x.clone(), route.at(Boundary::Norm));
+                let h = self.input_norm.forward(x.clone(), route.on(Boundary::Norm));
                 attention.forward(x, h, cache, pass)
             }
             (Mixer::DeltaNet(delta_net), BlockState::DeltaNet(carried)) => {
-                let row = self.input_norm.forward(x.clone(), route.at(Boundary::DeltaNetControl));
-                delta_net.forward(x, row, carried, pass)
+                let row = self.input_norm.forward(x.clone(), route.on(Boundary::DeltaNetControl));
+                // Rounding a row that is float32 already would be a second rounding.
+                let h = if route.is_precise() {
+                    self.input_norm.forward(x.clone(), route.on(Boundary::Norm))
+                } else {
+                    route.round(Boundary::Norm, row.clone())
+                };
+                delta_net.forward(x, h, row, carried, pass)
             }
             _ => unreachable!("a state is used with the block that made it"),
         };
-        let h = self.post_attention_norm.forward(x.clone(), route.at(Boundary::Norm));
+        let h = self.post_attention_norm.forward(x.clone(), route.on(Boundary::Norm));
         match &self.feed_forward {
             FeedForward::Dense(mlp) => mlp.forward(x, h, route),
             FeedForward::Moe(moe) => moe.forward(x, h, pass),

@@ -104,46 +104,53 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
         }
     }
 
-    /// `residual + delta_net(row)`, both `[batch, tokens, hidden]`; `row` as it exists at [`Boundary::DeltaNetControl`].
+    /// `residual + delta_net(h)`, both `[batch, tokens, hidden]`; `row` is `h` as it exists at
+    /// [`Boundary::DeltaNetControl`].
     pub fn forward(
         &self,
         residual: Tensor<B, 3>,
+        h: Tensor<B, 3>,
         row: Tensor<B, 3>,
         carried: &mut DeltaNetState<B>,
         pass: &Pass<'_, B>,
     ) -> Tensor<B, 3> {
-        let o = self.heads(row, carried, pass);
-        self.output.forward_add(residual, o, pass.route.at(Boundary::Residual))
+        let o = self.heads(h, row, carried, pass);
+        self.output.forward_add(residual, o, pass.route.on(Boundary::Residual))
     }
 
     /// `delta_net(row)` without a residual.
     pub fn output(&self, row: Tensor<B, 3>, carried: &mut DeltaNetState<B>, pass: &Pass<'_, B>) -> Tensor<B, 3> {
-        let o = self.heads(row, carried, pass);
-        self.output.forward(o, pass.route.at(Boundary::Residual))
+        let h = pass.route.round(Boundary::Norm, row.clone());
+        let o = self.heads(h, row, carried, pass);
+        self.output.forward(o, pass.route.on(Boundary::Residual))
     }
 
     /// The gated outputs of all value heads side by side, `[batch, tokens, Nv * Dv]`.
-    fn heads(&self, row: Tensor<B, 3>, carried: &mut DeltaNetState<B>, pass: &Pass<'_, B>) -> Tensor<B, 3> {
+    fn heads(
+        &self,
+        h: Tensor<B, 3>,
+        row: Tensor<B, 3>,
+        carried: &mut DeltaNetState<B>,
+        pass: &Pass<'_, B>,
+    ) -> Tensor<B, 3> {
         let route = pass.route;
         let [batch, tokens, _] = row.dims();
-        let control = |weight: &B::Weight| B::project(row.clone(), weight, route.at(self.control));
-        let (g, beta) = B::delta_gates(
+        let control = |weight: &B::Weight| route.on(self.control).project(row.clone(), weight);
+        let (g, beta) = route.on(self.control).delta_gates(
             control(&self.a),
             control(&self.b),
             self.a_log.clone(),
             self.dt_bias.clone(),
         );
 
-        let h = route.round(Boundary::Norm, row);
-        let project = |linear: &Linear<B>| linear.forward(h.clone(), route.at(Boundary::DeltaNetProjection));
-        let qkv = B::causal_conv_silu(
+        let project = |linear: &Linear<B>| linear.forward(h.clone(), route.on(Boundary::DeltaNetProjection));
+        let qkv = route.on(Boundary::Convolution).causal_conv_silu(
             match &*self.qkv {
                 [qkv] => project(qkv),
                 parts => Tensor::cat(parts.iter().map(project).collect(), 2),
             },
             self.convolution.clone(),
             carried.tail.clone(),
-            route.at(Boundary::Convolution),
         );
         let o = self.delta_rule(qkv.0, g, beta, carried.state.clone(), pass);
         *carried = DeltaNetState {
@@ -155,10 +162,10 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
             value_heads, value_dim, ..
         } = self.heads;
         let z = project(&self.z).reshape([batch, tokens, value_heads, value_dim]);
-        let (norm, to) = (self.norm.clone(), route.at(Boundary::GatedNorm));
+        let (norm, how) = (self.norm.clone(), route.on(Boundary::GatedNorm));
         let o = match self.output_gate {
-            OutputGate::Silu => B::gated_rms_norm(o.0, norm, z, self.eps, to),
-            OutputGate::Sigmoid => B::sigmoid_gated_rms_norm(o.0, norm, z, self.eps, to),
+            OutputGate::Silu => how.gated_rms_norm(o.0, norm, z, self.eps),
+            OutputGate::Sigmoid => B::sigmoid_gated_rms_norm(o.0, norm, z, self.eps, how.to),
         };
         o.reshape([batch, tokens, value_heads * value_dim])
     }
@@ -173,9 +180,9 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
         mut state: Tensor<B, 4>,
         pass: &Pass<'_, B>,
     ) -> (Tensor<B, 4>, Tensor<B, 4>) {
-        let to = pass.route.at(Boundary::DeltaRule);
+        let how = pass.route.on(Boundary::DeltaRule);
         if pass.delta_state == Precision::Full {
-            return B::gated_delta_rule(qkv, g, beta, state, self.heads, to);
+            return how.gated_delta_rule(qkv, g, beta, state, self.heads);
         }
         let [_, tokens, _] = qkv.dims();
         let (mut outputs, mut begin) = (Vec::new(), 0);
@@ -184,7 +191,7 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
             let count = left.min(tokens - begin);
             let block = |x: &Tensor<B, 3>| x.clone().narrow(1, begin, count);
             let output;
-            (output, state) = B::gated_delta_rule(block(&qkv), block(&g), block(&beta), state, self.heads, to);
+            (output, state) = how.gated_delta_rule(block(&qkv), block(&g), block(&beta), state, self.heads);
             outputs.push(output);
             if count == left {
                 state = B::round(state, pass.delta_state);

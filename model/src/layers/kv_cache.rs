@@ -13,8 +13,9 @@
 
 use burn::tensor::{FloatDType, Tensor, TensorData};
 use perplexity_kernels::backend::BlockSelection;
-use perplexity_kernels::{EvaluatorBackend, Precision};
-use perplexity_kv::attention::{Emulation, attend};
+use perplexity_kernels::evaluation::Arithmetic;
+use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
+use perplexity_kv::attention::{Emulation, attend, attend_exact};
 use perplexity_kv::basis::Basis;
 use perplexity_kv::options::KvOptions;
 use perplexity_kv::registry::{KvPair, Side};
@@ -174,9 +175,26 @@ impl<B: EvaluatorBackend> KvCache<B> {
     }
 
     /// Causal attention of the last appended tokens' queries `[batch, tokens, heads, head_dim]`.
-    pub fn attend(&self, q: Tensor<B, 4>, to: Precision) -> Tensor<B, 4> {
-        let first_position = self.tokens - q.dims()[1];
-        self.attend_from(q, first_position, None, to)
+    pub fn attend(&self, q: Tensor<B, 4>, how: impl Into<Evaluation>) -> Tensor<B, 4> {
+        let (how, first_position) = (how.into(), self.tokens - q.dims()[1]);
+        match (how.arithmetic, &self.rows) {
+            // Rows that stay on a device are for its own arithmetic.
+            (Arithmetic::Native, _) | (_, Rows::Decoded { .. }) => self.attend_from(q, first_position, None, how.to),
+            (_, Rows::Plain(rows)) => {
+                let [keys, values] = rows.as_ref().expect("appending always puts the rows back");
+                how.causal_attention(q, keys.clone(), values.clone(), first_position)
+            }
+            (_, Rows::Coded { windows, .. }) => {
+                let (shape, device) = (q.dims(), q.device());
+                let [_, tokens, heads, head_dim] = shape;
+                let queries = host(q);
+                let outputs = (windows.iter().zip(queries.chunks_exact(tokens * heads * head_dim)))
+                    .flat_map(|(window, q)| attend_exact(window, q, heads, first_position))
+                    .map(|x| how.to.nearest(x))
+                    .collect();
+                Tensor::from_data(TensorData::new(outputs, shape), &device)
+            }
+        }
     }
 
     /// Attention of queries at positions `first_position..` that are in the cache, over all keys before them or over those

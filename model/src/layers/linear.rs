@@ -9,7 +9,7 @@
 
 use burn::tensor::{Tensor, activation::silu};
 use perplexity_kernels::backend::ActivationFormat;
-use perplexity_kernels::{EvaluatorBackend, Precision};
+use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 
 use crate::calibrate::Maximum;
 
@@ -42,22 +42,26 @@ impl<B: EvaluatorBackend> Linear<B> {
     }
 
     /// `x W^T`, `[batch, tokens, in]` to `[batch, tokens, out]`.
-    pub fn forward(&self, x: Tensor<B, 3>, to: Precision) -> Tensor<B, 3> {
-        B::project(self.see(x), &self.weight, to)
+    pub fn forward(&self, x: Tensor<B, 3>, how: Evaluation) -> Tensor<B, 3> {
+        how.project(self.see(x), &self.weight)
     }
 
     /// `residual + x W^T`, rounded once.
-    pub fn forward_add(&self, residual: Tensor<B, 3>, x: Tensor<B, 3>, to: Precision) -> Tensor<B, 3> {
-        B::project_add(residual, self.see(x), &self.weight, to)
+    pub fn forward_add(&self, residual: Tensor<B, 3>, x: Tensor<B, 3>, how: Evaluation) -> Tensor<B, 3> {
+        how.project_add(residual, self.see(x), &self.weight)
     }
 
     /// `SiLU(x gate^T) * (x up^T)`.
-    pub fn swiglu(gate: &Self, up: &Self, x: Tensor<B, 3>, to: Precision) -> Tensor<B, 3> {
+    pub fn swiglu(gate: &Self, up: &Self, x: Tensor<B, 3>, how: Evaluation) -> Tensor<B, 3> {
         if gate.input == up.input {
-            return B::swiglu(gate.see(x), &gate.weight, &up.weight, to);
+            return how.swiglu(gate.see(x), &gate.weight, &up.weight);
         }
-        let gate = gate.forward(x.clone(), Precision::Full);
-        B::round(silu(gate) * up.forward(x, Precision::Full), to)
+        let full = Evaluation {
+            to: Precision::Full,
+            ..how
+        };
+        let gate = gate.forward(x.clone(), full);
+        B::round(silu(gate) * up.forward(x, full), how.to)
     }
 
     /// `x` as the weight meets it.

@@ -5,6 +5,7 @@
 
 use burn::tensor::{Tensor, TensorData};
 use perplexity_kernels::backend::{Expert, Residency};
+use perplexity_kernels::numeric::round_bf16;
 use perplexity_kernels::ops::expand_weight::{StoredMatrix, StoredRows};
 use perplexity_kernels::{EvaluatorBackend, Precision};
 
@@ -50,6 +51,8 @@ pub struct Loader<'a, B: EvaluatorBackend> {
     device: &'a B::Device,
     residency: Residency,
     prefix: String,
+    /// Whether every value is rounded to bfloat16.
+    to_bf16: bool,
 }
 
 impl<'a, B: EvaluatorBackend> Loader<'a, B> {
@@ -61,7 +64,14 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
             device,
             residency: options.residency,
             prefix: "text/".into(),
+            to_bf16: false,
         }
+    }
+
+    /// The same with every value rounded to bfloat16.
+    #[must_use]
+    pub fn rounding_to_bf16(self, to_bf16: bool) -> Self {
+        Self { to_bf16, ..self }
     }
 
     /// Names are taken under `name/` from here.
@@ -189,7 +199,10 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
 
     fn values(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
         let name = format!("{}{name}", self.prefix);
-        let values = self.source.load(&name, shape)?;
+        let mut values = self.source.load(&name, shape)?;
+        if self.to_bf16 {
+            values.iter_mut().for_each(|value| *value = round_bf16(*value));
+        }
         match self.options.format(&name) {
             None => Ok(values),
             Some(format) => requantised(values, format, shape).map_err(|source| ModelError::Requantise {

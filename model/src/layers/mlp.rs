@@ -31,7 +31,7 @@ impl<B: EvaluatorBackend> Mlp<B> {
 
     /// `residual + mlp(h)`, both `[batch, tokens, hidden]`.
     pub fn forward(&self, residual: Tensor<B, 3>, h: Tensor<B, 3>, route: Route) -> Tensor<B, 3> {
-        let inner = Linear::swiglu(&self.gate, &self.up, h, route.at(Boundary::FeedForward));
-        self.down.forward_add(residual, inner, route.at(Boundary::Residual))
+        let inner = Linear::swiglu(&self.gate, &self.up, h, route.on(Boundary::FeedForward));
+        self.down.forward_add(residual, inner, route.on(Boundary::Residual))
     }
 }

@@ -3,7 +3,7 @@
 
 use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
-use perplexity_kernels::ops::mixture_of_experts::{Mixture, mixture};
+use perplexity_kernels::ops::mixture_of_experts::Mixture;
 
 use super::Pass;
 use super::loader::Loader;
@@ -36,7 +36,10 @@ impl<B: EvaluatorBackend> Moe<B> {
 
     /// `residual + moe(h)`, both `[batch, tokens, hidden]`.
     pub fn forward(&self, residual: Tensor<B, 3>, h: Tensor<B, 3>, pass: &Pass<'_, B>) -> Tensor<B, 3> {
-        let (y, routing) = mixture(residual, h, &self.0, pass.route.at(Boundary::Residual));
+        let (y, routing) = pass
+            .route
+            .on(Boundary::Residual)
+            .mixture_of_experts(residual, h, &self.0);
         if let Some(kept) = pass.routing {
             kept.borrow_mut().push(routing);
         }

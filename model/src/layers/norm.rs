@@ -1,7 +1,7 @@
 //! Offset RMS norm, `x * rsqrt(mean(x^2) + eps) * (1 + w)`: block norms, final norm, query and key norms.
 
 use burn::tensor::Tensor;
-use perplexity_kernels::{EvaluatorBackend, Precision};
+use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 
 use super::loader::Loader;
 use crate::scorer::ModelError;
@@ -26,8 +26,8 @@ impl<B: EvaluatorBackend> OffsetNorm<B> {
     }
 
     /// Over the last axis.
-    pub fn forward<const D: usize>(&self, x: Tensor<B, D>, to: Precision) -> Tensor<B, D> {
-        B::offset_rms_norm(x, self.weight.clone(), self.eps, to)
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>, how: impl Into<Evaluation>) -> Tensor<B, D> {
+        how.into().offset_rms_norm(x, self.weight.clone(), self.eps)
     }
 }
 

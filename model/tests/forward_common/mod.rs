@@ -24,7 +24,7 @@ pub fn json(path: &str) -> serde_json::Value {
     serde_json::from_slice(&std::fs::read(data(path)).unwrap()).unwrap()
 }
 
-/// Float32 tensors and int64 tensors (as floats) of a safetensors file.
+/// Tensors of a safetensors file as floats: float32, bfloat16 and int64.
 pub fn tensors(path: &str) -> HashMap<String, Vec<f32>> {
     let bytes = std::fs::read(data(path)).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -37,6 +37,13 @@ pub fn tensors(path: &str) -> HashMap<String, Vec<f32>> {
                     .0
                     .iter()
                     .map(|b| f32::from_le_bytes(*b))
+                    .collect(),
+                safetensors::Dtype::BF16 => view
+                    .data()
+                    .as_chunks::<2>()
+                    .0
+                    .iter()
+                    .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16))
                     .collect(),
                 safetensors::Dtype::I64 => view
                     .data()

@@ -2,7 +2,6 @@
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 pub(crate) mod cube;
-#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 
 use burn::tensor::{Tensor, backend::Backend};

@@ -6,7 +6,6 @@
 //!
 //! Nothing is rounded beyond float32. No capacity limit, no dropped row; a row reads its own experts and nothing else.
 
-#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 
 use burn::tensor::{Int, Tensor, TensorData, activation::silu};

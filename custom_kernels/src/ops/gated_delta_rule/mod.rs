@@ -22,8 +22,8 @@
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 pub(crate) mod cube;
-#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
+pub mod precise;
 
 use burn::tensor::Tensor;
 

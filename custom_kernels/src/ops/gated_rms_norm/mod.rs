@@ -1,8 +1,8 @@
 //! `y = x * rsqrt(mean(x^2) + eps) * w * SiLU(z)` over the last axis; the weight is plain, not `1 + w`. Some models gate
 //! with `sigmoid(z)` instead.
 
-#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
+pub mod precise;
 
 use burn::tensor::Tensor;
 use burn::tensor::activation::{sigmoid, silu};

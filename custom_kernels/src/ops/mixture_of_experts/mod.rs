@@ -7,6 +7,8 @@
 //!
 //! The shared expert is a SwiGLU as the routed ones are. One rounding, that of the result.
 
+pub mod precise;
+
 use burn::tensor::Tensor;
 
 use crate::backend::{EvaluatorBackend, Expert, Routing};

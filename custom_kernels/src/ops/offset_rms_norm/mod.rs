@@ -2,8 +2,8 @@
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 pub(crate) mod cube;
-#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
+pub mod precise;
 
 use burn::tensor::Tensor;
 

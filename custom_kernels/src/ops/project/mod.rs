@@ -1,5 +1,7 @@
 //! `y = x W^T`, and with a residual `y = residual + x W^T`, the sum rounded once.
 
+pub mod precise;
+
 use burn::tensor::Tensor;
 
 use crate::backend::EvaluatorBackend;

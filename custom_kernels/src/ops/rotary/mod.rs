@@ -10,8 +10,10 @@
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 pub(crate) mod cube;
-#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
+pub mod precise;
+
+use std::sync::Arc;
 
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
@@ -26,6 +28,20 @@ pub struct RotaryTable<B: Backend> {
     pub cos: Tensor<B, 2>,
     /// `m sin(p inv[i])`.
     pub sin: Tensor<B, 2>,
+    angles: Arc<Angles>,
+}
+
+/// The same before rounding.
+#[derive(Debug)]
+pub struct Angles {
+    /// Positions covered.
+    pub positions: usize,
+    /// Rotated pairs, `R/2`.
+    pub pairs: usize,
+    /// `m cos(p inv[i])`, `[positions, pairs]`.
+    pub cos: Vec<f64>,
+    /// `m sin(p inv[i])`, `[positions, pairs]`.
+    pub sin: Vec<f64>,
 }
 
 /// Native frequencies `theta^(-2i/R)`, `i < R/2`.
@@ -33,6 +49,54 @@ pub fn frequencies(theta: f64, rotary_dim: usize) -> Vec<f64> {
     (0..rotary_dim / 2)
         .map(|i| theta.powf(-2.0 * i as f64 / rotary_dim as f64))
         .collect()
+}
+
+/// Frequencies `1 / theta^(2i/R)` with power and quotient rounded to float32 each.
+pub fn stepwise_frequencies(frequencies: &[f64]) -> Vec<f32> {
+    frequencies.iter().map(|f| 1.0 / (1.0 / f) as f32).collect()
+}
+
+impl Angles {
+    /// Of each of `positions`; `magnitude` `m` multiplies every cosine and sine.
+    pub fn new(frequencies: &[f64], magnitude: f64, positions: &[f64]) -> Self {
+        let values = |f: fn(f64) -> f64| {
+            let row = |p: &f64| {
+                let p = *p;
+                frequencies.iter().map(move |inv| magnitude * f(p * inv))
+            };
+            positions.iter().flat_map(row).collect()
+        };
+        Self {
+            positions: positions.len(),
+            pairs: frequencies.len(),
+            cos: values(f64::cos),
+            sin: values(f64::sin),
+        }
+    }
+
+    /// As Hugging Face's bfloat16 model has them: `theta^(2i/R)`, its reciprocal, the angle, its cosine and sine and their
+    /// product with `m` rounded to float32 each, the result to bfloat16.
+    pub fn stepwise(frequencies: &[f64], magnitude: f64, positions: &[f64]) -> Self {
+        let inverse = stepwise_frequencies(frequencies);
+        let values = |f: fn(f64) -> f64| {
+            let value = |p: f32, inv: f32| {
+                let angle = p * inv;
+                let product = f64::from(f(angle.into()) as f32) * f64::from(magnitude as f32);
+                f64::from(Precision::Bf16.nearest(f64::from(product as f32)))
+            };
+            let row = |p: &f64| {
+                let p = *p as f32;
+                inverse.iter().map(move |&inv| value(p, inv))
+            };
+            positions.iter().flat_map(row).collect()
+        };
+        Self {
+            positions: positions.len(),
+            pairs: frequencies.len(),
+            cos: values(f64::cos),
+            sin: values(f64::sin),
+        }
+    }
 }
 
 impl<B: Backend> RotaryTable<B> {
@@ -44,17 +108,25 @@ impl<B: Backend> RotaryTable<B> {
 
     /// The table whose row `t` is of `positions[t]`, which need not be whole numbers.
     pub fn at(frequencies: &[f64], magnitude: f64, positions: &[f64], device: &B::Device) -> Self {
-        let table = |f: fn(f64) -> f64| {
-            let values: Vec<f32> = positions
-                .iter()
-                .flat_map(|p| frequencies.iter().map(move |inv| (magnitude * f(p * inv)) as f32))
-                .collect();
-            Tensor::from_data(TensorData::new(values, [positions.len(), frequencies.len()]), device)
+        Self::of(Angles::new(frequencies, magnitude, positions), device)
+    }
+
+    /// The table of given angles.
+    pub fn of(angles: Angles, device: &B::Device) -> Self {
+        let table = |values: &[f64]| {
+            let rounded: Vec<f32> = values.iter().map(|&value| value as f32).collect();
+            Tensor::from_data(TensorData::new(rounded, [angles.positions, angles.pairs]), device)
         };
         Self {
-            cos: table(f64::cos),
-            sin: table(f64::sin),
+            cos: table(&angles.cos),
+            sin: table(&angles.sin),
+            angles: Arc::new(angles),
         }
+    }
+
+    /// The values in f64.
+    pub fn angles(&self) -> &Angles {
+        &self.angles
     }
 
     /// Positions the table covers.

@@ -9,7 +9,6 @@
 //! Softmax is monotone, so the order is taken from the logits: no rounding of an exponential can make a tie. Zeros of both
 //! signs are equal. A row with a logit that is not a number has weights that are not.
 
-#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
 
 use burn::tensor::activation::softmax;

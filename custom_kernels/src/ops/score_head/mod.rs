@@ -9,8 +9,8 @@
 
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 pub(crate) mod cube;
-#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
+pub mod precise;
 
 use burn::tensor::Tensor;
 
@@ -59,7 +59,7 @@ impl HeadScores {
     /// Reduces the public `logits` of hidden row `row` in f64 and appends its scores.
     pub fn push(&mut self, logits: &[f32], ask: &HeadRequest<'_>, row: usize) {
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
+        let sum: f64 = logits.iter().map(|&l| (f64::from(l) - f64::from(max)).exp()).sum();
         self.push_normalised(logits, f64::from(max) + sum.ln(), ask, row);
     }
 

@@ -1,7 +1,7 @@
 //! `y = SiLU(x gate^T) * (x up^T)`, `SiLU(u) = u / (1 + exp(-u))`; neither product is rounded.
 
-#[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
+pub mod precise;
 
 use burn::tensor::{Tensor, activation::silu};
 

@@ -1,0 +1,235 @@
+//! Operations in f64: near the backend's own on random data of awkward sizes, and with roundings that a reader can check
+//! by hand. What they give on a model is held against Hugging Face in the tests of the model.
+#![cfg(feature = "flex")]
+
+use burn::tensor::{Tensor, TensorData};
+use burn_flex::Flex;
+use perplexity_kernels::backend::{DeltaHeads, HeadRequest, RotaryTable};
+use perplexity_kernels::evaluation::{Arithmetic, Steps};
+use perplexity_kernels::ops::rotary;
+use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
+
+type B = Flex;
+
+/// The backend's own operations.
+const NATIVE: Evaluation = Evaluation {
+    arithmetic: Arithmetic::Native,
+    to: Precision::Full,
+};
+
+fn precise(steps: Steps, to: Precision) -> Evaluation {
+    let arithmetic = Arithmetic::Precise(steps);
+    Evaluation { arithmetic, to }
+}
+
+fn of<const D: usize>(values: Vec<f32>, shape: [usize; D]) -> Tensor<B, D> {
+    Tensor::from_data(TensorData::new(values, shape), &Default::default())
+}
+
+fn vec<const D: usize>(tensor: Tensor<B, D>) -> Vec<f32> {
+    tensor.into_data().into_vec().unwrap()
+}
+
+fn weight(values: Vec<f32>, shape: [usize; 2]) -> <B as EvaluatorBackend>::Weight {
+    B::weight(values, shape, Precision::Full, &Default::default())
+}
+
+/// Deterministic values in `[-1, 1)`.
+struct Random(u64);
+
+impl Random {
+    fn values(&mut self, count: usize) -> Vec<f32> {
+        let mut next = || {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            (self.0 >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        };
+        (0..count).map(|_| next()).collect()
+    }
+
+    fn tensor<const D: usize>(&mut self, shape: [usize; D]) -> Tensor<B, D> {
+        of(self.values(shape.iter().product()), shape)
+    }
+}
+
+/// The two ways agree to a few units of float32.
+#[track_caller]
+fn assert_near<const D: usize>(what: &str, of: impl Fn(Evaluation) -> Tensor<B, D>) {
+    let (native, precise) = (of(NATIVE), of(precise(Steps::Once, Precision::Full)));
+    assert_eq!(native.dims(), precise.dims(), "{what}");
+    for (i, (native, precise)) in vec(native).into_iter().zip(vec(precise)).enumerate() {
+        let bound = 4e-6 * precise.abs().max(1.0);
+        assert!(
+            (native - precise).abs() <= bound,
+            "{what}: element {i} is {native}, {precise} in f64"
+        );
+    }
+}
+
+#[test]
+fn every_operation_is_the_backends_in_f64() {
+    let mut random = Random(3);
+    for tokens in [1, 5, 63, 66] {
+        let x = random.tensor([2, tokens, 37]);
+        let residual = random.tensor([2, tokens, 35]);
+        let w = weight(random.values(35 * 37), [35, 37]);
+        let up = weight(random.values(35 * 37), [35, 37]);
+        assert_near("project", |how| how.project(x.clone(), &w));
+        assert_near("project_add", |how| how.project_add(residual.clone(), x.clone(), &w));
+        assert_near("swiglu", |how| how.swiglu(x.clone(), &w, &up));
+
+        let (norm, z) = (random.tensor([37]), random.tensor([2, tokens, 37]));
+        assert_near("offset norm", |how| how.offset_rms_norm(x.clone(), norm.clone(), 1e-6));
+        assert_near("gated norm", |how| {
+            how.gated_rms_norm(x.clone(), norm.clone(), z.clone(), 1e-6)
+        });
+        assert_near("sigmoid gate", |how| how.sigmoid_gate(x.clone(), z.clone()));
+
+        let (taps, tail) = (random.tensor([37, 4]), random.tensor([2, 3, 37]));
+        assert_near("convolution", |how| {
+            how.causal_conv_silu(x.clone(), taps.clone(), tail.clone()).0
+        });
+        assert_near("tail", |how| {
+            how.causal_conv_silu(x.clone(), taps.clone(), tail.clone()).1
+        });
+
+        let (a, b) = (random.tensor([2, tokens, 6]), random.tensor([2, tokens, 6]));
+        let (a_log, dt_bias) = (random.tensor([6]), random.tensor([6]));
+        let gates = |how: Evaluation| how.delta_gates(a.clone() * 30.0, b.clone(), a_log.clone(), dt_bias.clone());
+        assert_near("g", |how| gates(how).0);
+        assert_near("beta", |how| gates(how).1);
+
+        let heads = DeltaHeads {
+            key_heads: 2,
+            value_heads: 6,
+            key_dim: 9,
+            value_dim: 19,
+        };
+        let qkv = random.tensor([2, tokens, heads.channels()]);
+        let state = random.tensor([2, 6, 9, 19]);
+        let (g, beta) = gates(NATIVE);
+        let rule = |how: Evaluation| how.gated_delta_rule(qkv.clone(), g.clone(), beta.clone(), state.clone(), heads);
+        assert_near("delta rule", |how| rule(how).0);
+        assert_near("state", |how| rule(how).1);
+
+        let (first, capacity) = (7, 80);
+        let q = random.tensor([2, tokens, 6, 19]);
+        let (keys, values) = (random.tensor([2, 2, capacity, 19]), random.tensor([2, 2, capacity, 19]));
+        assert_near("attention", |how| {
+            how.causal_attention(q.clone() * 5.0, keys.clone(), values.clone(), first)
+        });
+        let table = RotaryTable::<B>::new(&rotary::frequencies(1e7, 10), 1.25, 80, &Default::default());
+        assert_near("rotary", |how| how.rotary(q.clone(), &table, first));
+    }
+}
+
+#[test]
+fn head_scores_are_the_backends_in_f64() {
+    let mut random = Random(5);
+    let head = weight(random.values(300 * 24), [300, 24]);
+    let hidden = random.tensor([70, 24]);
+    let targets: Vec<u32> = (0..70).collect();
+    let ask = HeadRequest {
+        public_rows: 290,
+        targets: &targets,
+        top_k: 9,
+        candidates_per_row: 1,
+        candidates: &targets,
+    };
+    let native = NATIVE.score_head(hidden.clone(), &head, &ask);
+    let precise = precise(Steps::Each, Precision::Full).score_head(hidden, &head, &ask);
+    assert_eq!(native.top_ids, precise.top_ids);
+    assert_eq!(precise.logprobs, precise.candidate_logprobs);
+    let pairs = native.logprobs.iter().zip(&precise.logprobs);
+    pairs.for_each(|(native, precise)| assert!((native - precise).abs() < 4e-6, "{native} {precise}"));
+}
+
+/// One rounding to bfloat16, and Hugging Face's roundings.
+fn both<const D: usize>(of: impl Fn(Evaluation) -> Tensor<B, D>) -> [f32; 2] {
+    [Steps::Once, Steps::Each].map(|steps| vec(of(precise(steps, Precision::Bf16)))[0])
+}
+
+/// In bfloat16 the neighbour above 1; their middle 1 + 2^-8 goes to the even 1.
+const ABOVE: f32 = 1.007_812_5;
+
+#[test]
+fn a_product_is_rounded_before_the_residual_sum_or_not() {
+    // 2^-8 + 2^-17 is just above the middle; rounded first it is 2^-8, the middle itself.
+    let w = weight(vec![1.0, 1.0], [1, 2]);
+    let x = of(vec![2f32.powi(-8), 2f32.powi(-17)], [1, 1, 2]);
+    let sums = both(|how| how.project_add(of(vec![1.0], [1, 1, 1]), x.clone(), &w));
+    assert_eq!(sums, [ABOVE, 1.0]);
+}
+
+#[test]
+fn a_sum_that_float32_would_lose_decides_the_rounding() {
+    // 1 + 2^-8 + 2^-40: float32 holds only the middle.
+    let w = weight(vec![1.0, 1.0, 1.0], [1, 3]);
+    let x = of(vec![1.0, 2f32.powi(-8), 2f32.powi(-40)], [1, 1, 3]);
+    assert_eq!(both(|how| how.project(x.clone(), &w)), [ABOVE, ABOVE]);
+    let native = Evaluation {
+        to: Precision::Bf16,
+        ..NATIVE
+    };
+    assert_eq!(vec(native.project(x, &w)), [1.0]);
+}
+
+#[test]
+fn a_gate_is_rounded_before_its_product_or_not() {
+    // sigmoid(1) = 0.7310586, rounded 187/256 = 0.7304688; times 247 that is 180.57 or 180.43, and bfloat16 has integers
+    // there.
+    let gated = both(|how| how.sigmoid_gate(of(vec![247.0], [1]), of(vec![1.0], [1])));
+    assert_eq!(gated, [181.0, 180.0]);
+}
+
+#[test]
+fn the_taps_sum_is_rounded_before_its_silu_or_not() {
+    // The sum 1 + 2^-8 is the middle of two neighbours and goes to 1: SiLU(1) = 0.73106 is 187/256 to bfloat16. Not
+    // rounded first, SiLU(1.00390625) = 0.73469 is 188/256.
+    let (x, w) = (of(vec![2f32.powi(-8), 1.0], [1, 2, 1]), of(vec![1.0, 1.0], [1, 2]));
+    let convolved = [Steps::Once, Steps::Each].map(|steps| {
+        let tail = of(vec![0.0], [1, 1, 1]);
+        vec(precise(steps, Precision::Bf16)
+            .causal_conv_silu(x.clone(), w.clone(), tail)
+            .0)[1]
+    });
+    assert_eq!(convolved, [188.0 / 256.0, 187.0 / 256.0]);
+}
+
+#[test]
+fn beta_is_bfloat16_only_step_by_step() {
+    let beta = [Steps::Once, Steps::Each].map(|steps| {
+        let one = || of(vec![1.0], [1, 1, 1]);
+        let none = || of(vec![0.0], [1]);
+        vec(precise(steps, Precision::Bf16)
+            .delta_gates(one(), one(), none(), none())
+            .1)[0]
+    });
+    // sigmoid(1) = 0.7310586; bfloat16 steps by 2^-8 there, and 187 of them are nearest.
+    assert_eq!(beta, [0.731_058_6, 187.0 / 256.0]);
+}
+
+#[test]
+fn hugging_faces_frequencies_are_these_words() {
+    // torch 2.15: 1.0 / (1e7 ** (torch.arange(0, 64, 2).float() / 64))
+    let words = "3f800000 3f1ab32b 3ebaf81b 3e61f835 3e088d77 3da50956 3d47763f 3cf11177 3c91ad39 3c301052 3bd4ca15 \
+                 3b80967d 3b1b690d 3abbd3ed 3a6301e2 3a092e02 39a5cb60 394860c1 38f22ce2 3892587e 3830df52 37d5c441 \
+                 37812dab 371c1fc4 36bcb0c1 36640cc6 3609cf4a 35a68e4c 35494c57 34f3499d 3493048e 3431af44";
+    let found = rotary::stepwise_frequencies(&rotary::frequencies(1e7, 64));
+    let found: Vec<String> = found.iter().map(|f| format!("{:08x}", f.to_bits())).collect();
+    assert_eq!(found.join(" "), words);
+    let positions: Vec<f64> = (0..3000).map(f64::from).collect();
+    // And their angles: all of them bfloat16, position 0 without turn.
+    let angles = rotary::Angles::stepwise(&rotary::frequencies(1e7, 64), 1.0, &positions);
+    assert!(
+        angles
+            .cos
+            .iter()
+            .chain(&angles.sin)
+            .all(|x| (*x as f32).to_bits() & 0xffff == 0)
+    );
+    assert_eq!((angles.cos[0], angles.sin[0]), (1.0, 0.0));
+    // Pair 0 turns by the position itself; bfloat16 steps by 2^-8 below 1.
+    assert!((angles.cos[2900 * 32] - 2900f64.cos()).abs() <= 2f64.powi(-9));
+}
