@@ -4,8 +4,9 @@
 
 use burn::tensor::{Tensor, TensorData};
 use burn_flex::Flex;
-use perplexity_kernels::backend::{DeltaHeads, HeadRequest, RotaryTable};
+use perplexity_kernels::backend::{DeltaHeads, Expert, HeadRequest, RotaryTable, Routing};
 use perplexity_kernels::evaluation::{Arithmetic, Steps};
+use perplexity_kernels::ops::mixture_of_experts::Mixture;
 use perplexity_kernels::ops::rotary;
 use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 
@@ -232,4 +233,93 @@ fn hugging_faces_frequencies_are_these_words() {
     assert_eq!((angles.cos[0], angles.sin[0]), (1.0, 0.0));
     // Pair 0 turns by the position itself; bfloat16 steps by 2^-8 below 1.
     assert!((angles.cos[2900 * 32] - 2900f64.cos()).abs() <= 2f64.powi(-9));
+}
+
+#[test]
+fn mixture_of_experts() {
+    let mut random = Random(31);
+    for (tokens, experts, top_k, width, inner) in [(1, 1, 1, 1, 1), (5, 7, 3, 33, 17), (65, 16, 4, 40, 24)] {
+        let mut matrix = |rows: usize, columns: usize| {
+            let values = random
+                .values(rows * columns)
+                .into_iter()
+                .map(|value| 0.2 * value)
+                .collect();
+            weight(values, [rows, columns])
+        };
+        let weights = Mixture::<B> {
+            router: matrix(experts, width),
+            top_k,
+            experts: (0..experts)
+                .map(|_| Expert {
+                    gate_up: matrix(2 * inner, width),
+                    down: matrix(width, inner),
+                })
+                .collect(),
+            shared_gate: matrix(inner + 2, width),
+            shared_up: matrix(inner + 2, width),
+            shared_down: matrix(width, inner + 2),
+            shared_score: matrix(1, width),
+        };
+        let (residual, x) = (random.tensor([2, tokens, width]), random.tensor([2, tokens, width]));
+        let of = |evaluation: Evaluation| evaluation.mixture_of_experts(residual.clone(), x.clone(), &weights);
+        assert_near("mixture of experts", |evaluation| of(evaluation).0);
+        let (native, precise) = (of(NATIVE).1, of(precise(Steps::Once, Precision::Full)).1);
+        let ids = |routing: &Routing<B>| routing.experts.to_data().convert::<i64>().into_vec::<i64>().unwrap();
+        assert_eq!(ids(&native), ids(&precise));
+    }
+}
+
+/// For one feature that is 1: every gate is 20, whose SiLU is 20 to eight digits, the rest as given; `shared` is its down
+/// and its score.
+fn mixture(logits: &[f32], up: f32, down: &[f32], shared: [f32; 2]) -> Mixture<B> {
+    let one = |value: f32| weight(vec![value], [1, 1]);
+    Mixture {
+        router: weight(logits.to_vec(), [logits.len(), 1]),
+        top_k: logits.len(),
+        experts: down
+            .iter()
+            .map(|&down| Expert {
+                gate_up: weight(vec![20.0, up], [2, 1]),
+                down: one(down),
+            })
+            .collect(),
+        shared_gate: one(20.0),
+        shared_up: one(1.0),
+        shared_down: one(shared[0]),
+        shared_score: one(shared[1]),
+    }
+}
+
+fn single(logits: &[f32], up: f32, down: &[f32], shared: [f32; 2], how: Evaluation) -> Tensor<B, 3> {
+    let (residual, x) = (of(vec![0.0], [1, 1, 1]), of(vec![1.0], [1, 1, 1]));
+    how.mixture_of_experts(residual, x, &mixture(logits, up, down, shared))
+        .0
+}
+
+#[test]
+fn a_mixture_rounds_every_step_or_its_result() {
+    let off = [0.0, 0.0];
+    // Up of 1 + 2^-8 goes to 1, a tie to even: 20. Not rounded first, 20.078 lies nearer 20.125.
+    let up = both(|how| single(&[0.0], 1.003_906_25, &[1.0], off, how));
+    assert_eq!(up, [20.125, 20.0]);
+    // Equal weights of 1/4: outputs 1024 and 3.8, thrice. On a step of 2 each 0.95 is lost, and not all three.
+    let sum = both(|how| single(&[0.0; 4], 1.0, &[51.2, 0.19, 0.19, 0.19], off, how));
+    assert_eq!(sum, [258.0, 256.0]);
+    // The first weight of logits 1 and 0, and the gate of a score of 1: 0.7310586, or 187/256; times 247 as above.
+    let weight = both(|how| single(&[1.0, 0.0], 1.0, &[12.35, 0.0], off, how));
+    assert_eq!(weight, [181.0, 180.0]);
+    let gate = both(|how| single(&[0.0], 1.0, &[0.0], [12.35, 1.0], how));
+    assert_eq!(gate, [181.0, 180.0]);
+    // Logits 2 and 2 + 2^-8 are equal in bfloat16: the tie goes to the lower expert.
+    let first = |how: Evaluation| {
+        let weights = mixture(&[2.0, 2.003_906_25], 1.0, &[1.0, 2.0], off);
+        let one = || of(vec![1.0], [1, 1, 1]);
+        let chosen = how.mixture_of_experts(one(), one(), &Mixture { top_k: 1, ..weights }).1;
+        chosen.experts.into_data().convert::<i64>().into_vec::<i64>().unwrap()[0]
+    };
+    assert_eq!(
+        [Steps::Once, Steps::Each].map(|steps| first(precise(steps, Precision::Bf16))),
+        [1, 0]
+    );
 }
