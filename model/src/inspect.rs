@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::artifact::{Artifact, ObjectContent};
 use crate::config::TextConfig;
-use crate::parameters::parameters;
+use crate::parameters::{EXPERT_BANK, parameters};
 use crate::source::{self, SourceError, SourceFile, TextSource};
 use crate::tokenizer::{CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG};
 
@@ -200,15 +200,23 @@ fn totals(source: &dyn TextSource, parameters: &[ParameterEntry]) -> Result<(u64
         objects.sort_unstable();
         objects.dedup();
         let objects = objects.into_iter().filter_map(|id| artifact.object(id));
-        return Ok(objects.fold((0, 0), |(weights, bytes), object| {
+        let banks = parameters.iter().filter(|entry| entry.role == EXPERT_BANK);
+        let more: u64 = banks.map(|entry| weights_of(entry) - elements(&entry.shape)).sum();
+        return Ok(objects.fold((more, 0), |(weights, bytes), object| {
             (weights + object.elements().unwrap_or(0), bytes + object.bytes)
         }));
     }
     let tied = source.config().tie_word_embeddings;
     let counted = parameters.iter().filter(|entry| !(tied && entry.role == "output_head"));
     Ok(counted.fold((0, 0), |(weights, bytes), entry| {
-        (weights + elements(&entry.shape), bytes + entry.bytes)
+        (weights + weights_of(entry), bytes + entry.bytes)
     }))
+}
+
+/// Weights of a parameter: its elements, but for a bank `[E, H, I]` of experts, which has three matrices per expert.
+fn weights_of(entry: &ParameterEntry) -> u64 {
+    let matrices = if entry.role == EXPERT_BANK { 3 } else { 1 };
+    matrices * elements(&entry.shape)
 }
 
 fn elements(shape: &[usize]) -> u64 {
@@ -236,7 +244,7 @@ fn roles(parameters: &[ParameterEntry]) -> Vec<RoleEntry> {
             });
         let role = &mut roles[at];
         role.parameters += 1;
-        role.weights += elements(&entry.shape);
+        role.weights += weights_of(entry);
         role.bytes += entry.bytes;
         role.bits_per_weight = bits_per_weight(role.bytes, role.weights);
         for format in &entry.formats {

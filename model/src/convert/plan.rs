@@ -129,9 +129,17 @@ impl Plan {
 
     /// Stored bits per weight over all parameters.
     pub fn bits_per_weight(&self) -> f64 {
-        let elements = |shape: &[u64]| shape.iter().map(|extent| *extent as f64).product::<f64>();
+        let elements = |parent: &Parent| {
+            // A bank `[E, H, I]` has three matrices per expert.
+            let matrices = if parent.encoding.format == Format::Nvfp4Mul {
+                3.0
+            } else {
+                1.0
+            };
+            matrices * parent.shape.iter().map(|extent| *extent as f64).product::<f64>()
+        };
         let (bits, weights) = self.parents.iter().fold((0.0, 0.0), |(bits, weights), parent| {
-            (bits + 8.0 * parent.bytes as f64, weights + elements(&parent.shape))
+            (bits + 8.0 * parent.bytes as f64, weights + elements(parent))
         });
         bits / weights
     }

@@ -12,7 +12,6 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{Tensor, TensorData};
-use perplexity_kernels::ops::score_head::top_ids;
 use perplexity_kernels::{EvaluatorBackend, Precision};
 use rayon::prelude::*;
 
@@ -33,7 +32,6 @@ const TILE: usize = 4096;
 #[derive(Debug)]
 pub struct ExpertMixture<B: EvaluatorBackend> {
     router: B::Weight,
-    num_experts: usize,
     top_k: usize,
     experts: Experts<B>,
     shared_score: B::Weight,
@@ -137,7 +135,6 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
         let hidden = config.hidden_size;
         Ok(Self {
             router: loader.matrix("router", [num_experts, hidden])?,
-            num_experts,
             top_k: num_experts_per_tok,
             experts,
             shared_score: loader.matrix("shared_score", [1, hidden])?,
@@ -197,17 +194,11 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
     }
 
     fn choose(&self, x: Tensor<B, 3>) -> Choice {
-        let logits = host(B::project(x, &self.router, Precision::Full));
-        let mut choice = Choice::default();
-        for logits in logits.chunks_exact(self.num_experts) {
-            let ids = top_ids(logits, self.top_k);
-            let largest = logits[ids[0] as usize];
-            let powers: Vec<f32> = ids.iter().map(|id| (logits[*id as usize] - largest).exp()).collect();
-            let sum: f32 = powers.iter().sum();
-            choice.weights.extend(powers.iter().map(|power| power / sum));
-            choice.ids.extend(ids);
+        let routing = B::route_experts(x, &self.router, self.top_k);
+        Choice {
+            ids: routing.experts.into_data().iter::<u32>().collect(),
+            weights: routing.weights.into_data().iter::<f32>().collect(),
         }
-        choice
     }
 
     /// The outputs `[rows, top_k, hidden]` of the experts that the rows `x` chose.
