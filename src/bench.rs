@@ -17,8 +17,8 @@ use crate::args::{BenchArgs, KvArgs};
 use crate::kv::KvCache;
 use crate::log::Log;
 use crate::options::{Device, UsageError, device, threads};
-use crate::route;
 use crate::prefill::Prefill;
+use crate::route;
 use crate::score::load_scorer;
 use crate::{Failure, limit_threads};
 

@@ -301,7 +301,7 @@ fn single(logits: &[f32], up: f32, down: &[f32], shared: [f32; 2], how: Evaluati
 fn a_mixture_rounds_every_step_or_its_result() {
     let off = [0.0, 0.0];
     // Up of 1 + 2^-8 goes to 1, a tie to even: 20. Not rounded first, 20.078 lies nearer 20.125.
-    let up = both(|how| single(&[0.0], 1.003_906_25, &[1.0], off, how));
+    let up = both(|how| single(&[0.0], 257.0 / 256.0, &[1.0], off, how));
     assert_eq!(up, [20.125, 20.0]);
     // Equal weights of 1/4: outputs 1024 and 3.8, thrice. On a step of 2 each 0.95 is lost, and not all three.
     let sum = both(|how| single(&[0.0; 4], 1.0, &[51.2, 0.19, 0.19, 0.19], off, how));
@@ -313,7 +313,7 @@ fn a_mixture_rounds_every_step_or_its_result() {
     assert_eq!(gate, [181.0, 180.0]);
     // Logits 2 and 2 + 2^-8 are equal in bfloat16: the tie goes to the lower expert.
     let first = |how: Evaluation| {
-        let weights = mixture(&[2.0, 2.003_906_25], 1.0, &[1.0, 2.0], off);
+        let weights = mixture(&[2.0, 513.0 / 256.0], 1.0, &[1.0, 2.0], off);
         let one = || of(vec![1.0], [1, 1, 1]);
         let chosen = how.mixture_of_experts(one(), one(), &Mixture { top_k: 1, ..weights }).1;
         chosen.experts.into_data().convert::<i64>().into_vec::<i64>().unwrap()[0]

@@ -73,7 +73,8 @@ fn vq2_search(criterion: &mut Criterion) {
     let words = gaussian(2, ROWS * vq2::WORD);
     let mut group = criterion.benchmark_group("vq2 search");
     group.throughput(Throughput::Elements(ROWS as u64));
-    let searches: [(&str, fn(&[f32; vq2::WORD], bool) -> usize); 2] = [
+    type Search = fn(&[f32; vq2::WORD], bool) -> usize;
+    let searches: [(&str, Search); 2] = [
         ("lanes", vq2::nearest_pattern),
         ("definition", vq2::nearest_pattern_reference),
     ];

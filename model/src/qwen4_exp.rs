@@ -150,6 +150,7 @@ pub struct Windows<B: EvaluatorBackend> {
     rotary: RotaryTable<B>,
 }
 
+#[allow(clippy::large_enum_variant, reason = "one per block")]
 #[derive(Debug)]
 enum BlockState<B: EvaluatorBackend> {
     Attention(SparseState<B>),

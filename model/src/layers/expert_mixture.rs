@@ -39,6 +39,7 @@ pub struct ExpertMixture<B: EvaluatorBackend> {
 }
 
 /// The routed experts.
+#[allow(clippy::large_enum_variant, reason = "one per block")]
 #[derive(Debug)]
 pub enum Experts<B: EvaluatorBackend> {
     /// Decoded weights.

@@ -183,7 +183,7 @@ mod tests {
     fn object(packing: Packing, rows: usize, columns: usize, seed: usize) -> Vec<u8> {
         let planes = packing.planes(rows, columns).unwrap();
         let mut bytes: Vec<u8> = (0..planes.bytes)
-            .map(|i| ((i + seed) * 2_654_435_761 >> 13) as u8 & 0x3b)
+            .map(|i| (((i + seed) * 2_654_435_761) >> 13) as u8 & 0x3b)
             .collect();
         for (i, divisor) in bytes[planes.divisors..].chunks_exact_mut(4).enumerate() {
             divisor.copy_from_slice(&(100.0 + (seed + i) as f32).to_le_bytes());
