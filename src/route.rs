@@ -142,7 +142,7 @@ impl Numerics {
             SoftmaxRows::Public => "public",
             SoftmaxRows::All => "all",
         };
-        settings.options.insert("softmax_rows".into(), rows.into());
+        settings.options.insert("softmax-rows".into(), rows.into());
     }
 }
 

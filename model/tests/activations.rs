@@ -367,7 +367,11 @@ fn a_product_is_that_of_the_codes_and_scales() {
     for format in [ActivationFormat::Fp8, engine, ActivationFormat::Int8] {
         let linear = Linear::<Flex>::new(weight.clone(), Input::Quantized(format));
         let input = Tensor::from_data(TensorData::new(x.clone(), [1, tokens, width]), &FlexDevice);
-        let y: Vec<f32> = linear.forward(input, Precision::Full).into_data().into_vec().unwrap();
+        let y: Vec<f32> = linear
+            .forward(input, Precision::Full.into())
+            .into_data()
+            .into_vec()
+            .unwrap();
         for (t, row) in x.chunks(width).enumerate() {
             for (n, w) in w.chunks(width).enumerate() {
                 // An integer product takes whole tiles of 128 tokens; the last three stay as they are.

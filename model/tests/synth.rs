@@ -28,7 +28,7 @@ fn demo() -> Box<dyn TextSource> {
 fn write(directory: &Path, name: &str, options: &SynthOptions) -> PathBuf {
     let out = directory.join(name);
     let summary = synth(demo().as_ref(), &out, options, &mut |_| ()).expect("writes");
-    assert_eq!(summary.files, [out.clone()]);
+    assert_eq!(summary.files, std::slice::from_ref(&out));
     out
 }
 

@@ -241,7 +241,7 @@ fn passes_are_recorded_as_they_ran() {
             execution(&report, "options").clone(),
         )
     };
-    let options = |wave: Value| json!({"prefill-chunk": 1024, "attention-wave": wave});
+    let options = |wave: Value| json!({"prefill-chunk": 1024, "attention-wave": wave, "softmax-rows": "public"});
     assert_eq!(
         passes("--kv-dtype int8 --attention-wave 384"),
         (json!(768), options(json!(384)))

@@ -69,11 +69,11 @@ fn a_report_states_route_contract_and_rows() {
     assert_eq!(execution["prefill_chunk_tokens"], 200);
     assert_eq!(execution["numeric_contract"]["transformers"], "5.24.0");
     assert!(execution["numeric_contract"]["rounding"].is_string());
-    assert_eq!(execution["options"]["softmax_rows"], "all");
+    assert_eq!(execution["options"]["softmax-rows"], "all");
     assert_eq!(number(&lossless, "/denominators/softmax_rows"), 8320.0);
 
     let public = report("--lossless --softmax-rows public");
-    assert_eq!(public["execution"]["options"]["softmax_rows"], "public");
+    assert_eq!(public["execution"]["options"]["softmax-rows"], "public");
     assert_eq!(number(&public, "/denominators/softmax_rows"), 8195.0);
     // More rows share the same probability.
     let nll = |report: &Value| number(report, "/overall/total_nll");
