@@ -118,7 +118,10 @@ fn a_missing_or_foreign_volume_is_refused_before_scoring() {
         &format!("--ngram-volume {}", foreign.display()),
         "volume_id of the n-gram volume is",
     );
-    refused("--expert-a4-activations", "need packed experts with input scales");
+    refused(
+        &format!("--ngram-volume {} --expert-a4-activations", elsewhere.display()),
+        "need packed experts with input scales",
+    );
 
     let without = dir.report(&model, &text(), &format!("{PROTOCOL} --no-ngram-table"));
     assert_ne!(window_nlls(&without), window_nlls(&usual));
