@@ -11,7 +11,7 @@ use crate::arith::f16_scale;
 use crate::codec::{CodecSpec, HostCodec, TensorCodec};
 use crate::layout::{Layout, Plane};
 use crate::registry::{Side, Variant};
-use crate::tensor_ops::{decode_f16, encode_f16_signed, encode_minifloat, pow2, with_sign_bit};
+use crate::tensor_ops::{decode_f16, encode_f16_signed, encode_minifloat, is_nan, pow2, with_sign_bit};
 use burn::tensor::{Int, Tensor, backend::Backend};
 use perplexity_kernels::numeric::{bf16_to_f32, f16_to_f32, f32_to_bf16};
 
@@ -68,7 +68,7 @@ impl HostCodec for Bf16 {
 
 impl<B: Backend> TensorCodec<B> for Bf16 {
     fn store(&self, rows: Tensor<B, 3>) -> Tensor<B, 3, Int> {
-        let nan = rows.clone().is_nan();
+        let nan = is_nan(&rows);
         let code = encode_minifloat(rows.clone().abs().mask_fill(nan.clone(), 0.0), 7, -126, 127, 0x7F80);
         with_sign_bit(code, &rows, 1 << 15).mask_fill(nan, 0x7FC0)
     }

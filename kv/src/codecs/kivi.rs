@@ -137,7 +137,7 @@ impl HostCodec for KiviK {
 /// Scale words, zero words and codes of groups along dimension `along` of `x`; the first two keep that dimension at 1.
 fn store_groups<B: Backend>(x: Tensor<B, 4>, along: usize, bits: u32) -> [Tensor<B, 4, Int>; 3] {
     let top = ((1 << bits) - 1) as f32;
-    let nan = x.clone().is_nan();
+    let nan = tensor_ops::is_nan(&x);
     let clean = x.mask_fill(nan.clone(), 0.0);
     let nan = nan.int().max_dim(along).greater_elem(0);
     let (low, high) = (clean.clone().min_dim(along), clean.clone().max_dim(along));
