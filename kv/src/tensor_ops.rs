@@ -90,8 +90,8 @@ pub fn encode_minifloat<B: Backend, const D: usize>(
     word.clamp_max(max_word).mask_fill(overflow, max_word)
 }
 
-/// Where `x` is NaN, by ordered comparisons: burn's own test asks whether a value differs from itself, and the AVX2 kernels of
-/// its ndarray backend (macerator 0.3.4) hold NaN for equal to NaN.
+/// Where `x` is NaN, by ordered comparisons: burn's own test asks whether a value differs from itself, which vector kernels
+/// of its backends do not all answer alike.
 pub fn is_nan<B: Backend, const D: usize>(x: &Tensor<B, D>) -> Tensor<B, D, Bool> {
     let ordered = x.clone().greater_equal_elem(0.0).bool_or(x.clone().lower_elem(0.0));
     ordered.bool_not()
