@@ -56,7 +56,7 @@ fn kernel_folder(card: &Card) -> Option<PathBuf> {
     Some(cache.join("burn-perplexity").join("kernels").join(build))
 }
 
-/// Measures the operations of a pass of `source` on card `index`; see [`bench`].
+/// Measures the operations of a pass of `source` on card `index`; see [`mod@bench`].
 ///
 /// # Errors
 /// See [`ModelError`].

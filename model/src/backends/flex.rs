@@ -30,7 +30,7 @@ pub fn load(source: &dyn TextSource, options: &ScorerOptions) -> Result<Box<dyn 
     Ok(Box::new(WindowScorer::<Flex>::load(source, options, &FlexDevice)?))
 }
 
-/// Measures the operations of a pass of `source`; see [`bench`].
+/// Measures the operations of a pass of `source`; see [`mod@bench`].
 ///
 /// # Errors
 /// See [`ModelError`].

@@ -25,7 +25,7 @@ pub fn load(source: &dyn TextSource, options: &ScorerOptions) -> Result<Box<dyn 
     )?))
 }
 
-/// Measures the operations of a pass of `source`; see [`bench`].
+/// Measures the operations of a pass of `source`; see [`mod@bench`].
 ///
 /// # Errors
 /// See [`ModelError`].
