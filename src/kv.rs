@@ -10,7 +10,7 @@ use perplexity_eval::report::Settings;
 use perplexity_kv::attention::{EightBitPv, Emulation, KernelOptionError, KernelOptions};
 use perplexity_kv::options::{KvOptions, KvOptionsError};
 use perplexity_kv::registry::{KvDtype, KvError, variants};
-use perplexity_model::config::{LayerType, TextConfig};
+use perplexity_model::config::TextConfig;
 use perplexity_model::route::Route;
 
 use crate::args::{EmulationLevel, KvArgs, Switch};
@@ -126,7 +126,7 @@ impl KvCache {
     pub(crate) fn check(&self, config: &TextConfig) -> Result<(), KvUsageError> {
         let head_dim = config.attention.as_ref().map_or(0, |attention| attention.head_dim);
         match &self.codec {
-            Some(options) => Ok(options.check(&attention_layers(config), head_dim)?),
+            Some(options) => Ok(options.check(&config.attention_layers(), head_dim)?),
             None => Ok(()),
         }
     }
@@ -192,7 +192,7 @@ impl KvCache {
     /// Stored bytes per token over all attention layers, exact copies not counted.
     pub(crate) fn bytes_per_token(&self, config: &TextConfig) -> f64 {
         let Some(attention) = &config.attention else { return 0.0 };
-        let layers = attention_layers(config);
+        let layers = config.attention_layers();
         match &self.codec {
             Some(options) => options
                 .dtype
@@ -234,7 +234,8 @@ impl KvCache {
         let (Some(options), Some(attention)) = (&self.codec, &config.attention) else {
             return false;
         };
-        attention_layers(config)
+        config
+            .attention_layers()
             .iter()
             .any(|layer| options.dtype.layer(*layer).has_scales(attention.head_dim))
     }
@@ -319,15 +320,6 @@ fn kernel_options(args: &KvArgs) -> (KernelOptions, Option<&'static str>) {
         options,
         typed.iter().find(|(given, _)| *given).map(|(_, option)| *option),
     )
-}
-
-/// Model layers with a KV cache.
-pub(crate) fn attention_layers(config: &TextConfig) -> Vec<usize> {
-    let layers = config.layer_types.iter().enumerate();
-    layers
-        .filter(|(_, kind)| **kind == LayerType::FullAttention)
-        .map(|(layer, _)| layer)
-        .collect()
 }
 
 #[cfg(test)]

@@ -10,7 +10,6 @@ use perplexity_model::route::Route;
 use perplexity_model::source::TextSource;
 
 use crate::Failure;
-use crate::kv::attention_layers;
 use crate::options::{Device, ScoreOptions, UsageError};
 
 /// Tokens of a batch beyond which a card's products are no faster.
@@ -149,7 +148,7 @@ impl CardPlan {
     /// For the report.
     pub(crate) fn record(&self, options: &ScoreOptions, config: &TextConfig, settings: &mut Settings) {
         let decoded = |layer: usize| options.kv.codec().is_some_and(|kv| is_decoded_on_devices(kv, layer));
-        if options.numerics.route == Route::Normal && attention_layers(config).into_iter().any(decoded) {
+        if options.numerics.route == Route::Normal && config.attention_layers().into_iter().any(decoded) {
             // Decoded rows and the queries that meet them are rounded to half precision, the output before its basis.
             settings.fast_paths.push("kv_decoded_f16".into());
         }

@@ -18,7 +18,7 @@ use crate::aggregate::LOGPROB_ROUNDING;
 use crate::corpus::CorpusPlan;
 use crate::foreign::FileKind;
 use crate::records::{
-    Provenance, RecordReader, RecordWriter, WindowKey, WindowName, check_strings, file_bytes, string_bytes,
+    Provenance, RecordReader, RecordWriter, WindowKey, WindowName, check_header, file_bytes, string_bytes,
 };
 use crate::top_tokens::TopTokenError;
 
@@ -148,7 +148,7 @@ impl Writer {
     /// # Errors
     /// When a field of the header is out of range or the file cannot be created.
     pub fn create(path: &Path, header: &Header, provenance: Option<Provenance>) -> Result<Self, TopTokenError> {
-        check_header(path, header)?;
+        check(path, header)?;
         Ok(Self {
             records: RecordWriter::create(path, &header.to_bytes(), provenance)?,
             precision: header.precision,
@@ -198,20 +198,13 @@ impl Writer {
     }
 }
 
-fn check_header(path: &Path, header: &Header) -> Result<(), TopTokenError> {
-    if !(1..=MAX_HIDDEN).contains(&header.hidden_size) {
-        return Err(TopTokenError::Header {
-            path: path.to_owned(),
-            field: "hidden size",
-            value: u64::from(header.hidden_size),
-            limit: u64::from(MAX_HIDDEN),
-        });
-    }
-    let strings = [
-        ("length of the corpus id", header.corpus_id.as_str()),
-        ("length of the mode", &header.mode),
-    ];
-    check_strings(path, strings)
+fn check(path: &Path, header: &Header) -> Result<(), TopTokenError> {
+    check_header(
+        path,
+        ("hidden size", header.hidden_size, MAX_HIDDEN),
+        &header.corpus_id,
+        &header.mode,
+    )
 }
 
 /// The states of one window.
@@ -263,7 +256,7 @@ impl Reader {
             corpus_id: records.string("corpus id")?,
             mode: records.string("mode")?,
         };
-        check_header(path, &header)?;
+        check(path, &header)?;
         Ok(Self {
             records: records.with_payload(header.per_position()),
             header,

@@ -100,16 +100,25 @@ pub(crate) fn file_bytes(header: u64, windows: impl Iterator<Item = u64>, per_po
         + 4
 }
 
-/// Checks the strings of a header.
-pub(crate) fn check_strings(path: &Path, strings: [(&'static str, &str); 2]) -> Result<(), TopTokenError> {
-    for (field, text) in strings {
+/// Checks what headers have in common: a `(field, value, limit)` from 1 to its limit, and two strings.
+pub(crate) fn check_header(
+    path: &Path,
+    (field, value, limit): (&'static str, u32, u32),
+    corpus_id: &str,
+    mode: &str,
+) -> Result<(), TopTokenError> {
+    let error = |field, value, limit| TopTokenError::Header {
+        path: path.to_owned(),
+        field,
+        value,
+        limit,
+    };
+    if !(1..=limit).contains(&value) {
+        return Err(error(field, value.into(), limit.into()));
+    }
+    for (field, text) in [("length of the corpus id", corpus_id), ("length of the mode", mode)] {
         if text.len() > MAX_STRING {
-            return Err(TopTokenError::Header {
-                path: path.to_owned(),
-                field,
-                value: text.len() as u64,
-                limit: MAX_STRING as u64,
-            });
+            return Err(error(field, text.len() as u64, MAX_STRING as u64));
         }
     }
     Ok(())

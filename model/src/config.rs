@@ -225,6 +225,15 @@ impl TextConfig {
         artifact::record(self)
     }
 
+    /// Layers with full attention, which are those with a KV cache, ascending.
+    pub fn attention_layers(&self) -> Vec<usize> {
+        let layers = self.layer_types.iter().enumerate();
+        layers
+            .filter(|(_, kind)| **kind == LayerType::FullAttention)
+            .map(|(layer, _)| layer)
+            .collect()
+    }
+
     /// `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM` or `Qwen4ExpForCausalLM`.
     pub fn architecture(&self) -> &'static str {
         match (&self.flash_next, &self.feed_forward) {

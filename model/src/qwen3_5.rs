@@ -12,7 +12,7 @@ use perplexity_kernels::backend::{HeadRequest, HeadScores, RotaryTable, Routing}
 use perplexity_kernels::{EvaluatorBackend, Precision};
 use perplexity_kv::options::KvOptions;
 
-use crate::config::{LayerType, TextConfig};
+use crate::config::TextConfig;
 use crate::layers::Pass;
 use crate::layers::block::{Block, BlockState};
 use crate::layers::embedding::Embedding;
@@ -133,13 +133,8 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
     /// # Errors
     /// When the options do not fit the model's attention layers.
     pub fn with_kv(self, config: &TextConfig, kv: KvOptions) -> Result<Self, ModelError> {
-        let layers = config.layer_types.iter().enumerate();
-        let attention: Vec<usize> = layers
-            .filter(|(_, kind)| **kind == LayerType::FullAttention)
-            .map(|(layer, _)| layer)
-            .collect();
         kv.check(
-            &attention,
+            &config.attention_layers(),
             config.attention.as_ref().map_or(0, |attention| attention.head_dim),
         )?;
         Ok(Self { kv: Some(kv), ..self })

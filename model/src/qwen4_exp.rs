@@ -239,13 +239,8 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
     /// # Errors
     /// When the options do not fit the attention layers, or choose rows or roundings query by query.
     pub fn with_kv(self, config: &TextConfig, kv: KvOptions) -> Result<Self, ModelError> {
-        let layers = config.layer_types.iter().enumerate();
-        let attention: Vec<usize> = layers
-            .filter(|(_, kind)| **kind == LayerType::FullAttention)
-            .map(|(layer, _)| layer)
-            .collect();
         kv.check(
-            &attention,
+            &config.attention_layers(),
             config.attention.as_ref().map_or(0, |attention| attention.head_dim),
         )?;
         if kv.emulation != Emulation::Format {

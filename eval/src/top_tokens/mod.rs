@@ -20,7 +20,7 @@ use std::path::Path;
 use crate::aggregate::LOGPROB_ROUNDING;
 use crate::corpus::CorpusPlan;
 use crate::foreign::FileKind;
-use crate::records::{RecordReader, RecordWriter, check_strings, string_bytes};
+use crate::records::{RecordReader, RecordWriter, check_header, string_bytes};
 
 pub use crate::records::{MAX_POSITIONS, Provenance, WindowKey, WindowName};
 pub use error::TopTokenError;
@@ -103,7 +103,7 @@ impl Writer {
     /// # Errors
     /// When a field of the header is out of range or the file cannot be created.
     pub fn create(path: &Path, header: &Header, provenance: Option<Provenance>) -> Result<Self, TopTokenError> {
-        check_header(path, header)?;
+        check(path, header)?;
         Ok(Self(RecordWriter::create(path, &header.to_bytes(), provenance)?))
     }
 
@@ -133,20 +133,13 @@ impl Writer {
     }
 }
 
-fn check_header(path: &Path, header: &Header) -> Result<(), TopTokenError> {
-    if header.top_k == 0 || header.top_k > MAX_TOP_K {
-        return Err(TopTokenError::Header {
-            path: path.to_owned(),
-            field: "top_k",
-            value: u64::from(header.top_k),
-            limit: u64::from(MAX_TOP_K),
-        });
-    }
-    let strings = [
-        ("length of the corpus id", header.corpus_id.as_str()),
-        ("length of the mode", &header.mode),
-    ];
-    check_strings(path, strings)
+fn check(path: &Path, header: &Header) -> Result<(), TopTokenError> {
+    check_header(
+        path,
+        ("top_k", header.top_k, MAX_TOP_K),
+        &header.corpus_id,
+        &header.mode,
+    )
 }
 
 /// Reads a file record by record, in the order of this run's windows.
@@ -178,7 +171,7 @@ impl Reader {
             corpus_id: records.string("corpus id")?,
             mode: records.string("mode")?,
         };
-        check_header(path, &header)?;
+        check(path, &header)?;
         Ok(Self {
             records: records.with_payload(4 + 8 * u64::from(header.top_k)),
             header,

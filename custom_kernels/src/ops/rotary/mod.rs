@@ -59,36 +59,27 @@ pub fn stepwise_frequencies(frequencies: &[f64]) -> Vec<f32> {
 impl Angles {
     /// Of each of `positions`; `magnitude` `m` multiplies every cosine and sine.
     pub fn new(frequencies: &[f64], magnitude: f64, positions: &[f64]) -> Self {
-        let values = |f: fn(f64) -> f64| {
-            let row = |p: &f64| {
-                let p = *p;
-                frequencies.iter().map(move |inv| magnitude * f(p * inv))
-            };
-            positions.iter().flat_map(row).collect()
-        };
-        Self {
-            positions: positions.len(),
-            pairs: frequencies.len(),
-            cos: values(f64::cos),
-            sin: values(f64::sin),
-        }
+        Self::table(frequencies, positions, |f, p, inv| magnitude * f(p * inv))
     }
 
     /// As Hugging Face's bfloat16 model has them: `theta^(2i/R)`, its reciprocal, the angle, its cosine and sine and their
     /// product with `m` rounded to float32 each, the result to bfloat16.
     pub fn stepwise(frequencies: &[f64], magnitude: f64, positions: &[f64]) -> Self {
         let inverse = stepwise_frequencies(frequencies);
+        Self::table(&inverse, positions, |f, p, inv| {
+            let angle = p as f32 * inv;
+            let product = f64::from(f(angle.into()) as f32) * f64::from(magnitude as f32);
+            f64::from(Precision::Bf16.nearest(f64::from(product as f32)))
+        })
+    }
+
+    /// `value(cos or sin, position, frequency)` of every position and frequency.
+    fn table<F: Copy>(frequencies: &[F], positions: &[f64], value: impl Fn(fn(f64) -> f64, f64, F) -> f64) -> Self {
         let values = |f: fn(f64) -> f64| {
-            let value = |p: f32, inv: f32| {
-                let angle = p * inv;
-                let product = f64::from(f(angle.into()) as f32) * f64::from(magnitude as f32);
-                f64::from(Precision::Bf16.nearest(f64::from(product as f32)))
-            };
-            let row = |p: &f64| {
-                let p = *p as f32;
-                inverse.iter().map(move |&inv| value(p, inv))
-            };
-            positions.iter().flat_map(row).collect()
+            let rows = positions.iter();
+            rows.flat_map(|&p| frequencies.iter().map(move |&inv| (p, inv)))
+                .map(|(p, inv)| value(f, p, inv))
+                .collect()
         };
         Self {
             positions: positions.len(),
