@@ -90,7 +90,7 @@ pub struct Settings {
     pub devices: Vec<i64>,
     /// The device's own name.
     pub device_name: Option<String>,
-    /// Numerical route: `normal`, `reproducible`, `reference` or `lossless`.
+    /// Numerical route: `normal`, `exact`, `reproducible`, `reference` or `lossless`.
     pub route: String,
     /// Versions of the numeric contracts, by name; for instance the rounding contract or the library a route reproduces.
     pub numeric_contract: BTreeMap<String, String>,

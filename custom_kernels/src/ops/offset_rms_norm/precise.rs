@@ -1,4 +1,5 @@
-//! Hugging Face's steps, all float32: square, mean, sum with eps, reciprocal root, product with it, `1 + w`, product.
+//! Hugging Face's steps, all float32: square, mean, sum with eps, reciprocal root, product with it, `1 + w`, product; then
+//! bfloat16.
 
 use rayon::prelude::*;
 
@@ -10,7 +11,7 @@ pub fn norm(x: &mut [f32], weight: &[f32], eps: f32, steps: Steps, to: Precision
     x.par_chunks_exact_mut(weight.len()).for_each(|x| {
         let scale = inverse_rms(x, eps, steps);
         for (x, &w) in x.iter_mut().zip(weight) {
-            *x = to.nearest(steps.f32(f64::from(*x) * scale) * steps.f32(1.0 + f64::from(w)));
+            *x = to.nearest(steps.f32(steps.f32(f64::from(*x) * scale) * steps.f32(1.0 + f64::from(w))));
         }
     });
 }
