@@ -15,6 +15,7 @@ pub mod cube_backend;
 pub mod cuda;
 pub mod evaluation;
 pub mod host;
+mod host_precise;
 pub mod numeric;
 pub mod ops;
 pub mod precision;

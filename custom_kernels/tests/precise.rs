@@ -4,10 +4,10 @@
 
 use burn::tensor::{Tensor, TensorData};
 use burn_flex::Flex;
-use perplexity_kernels::backend::{DeltaHeads, Expert, HeadRequest, RotaryTable, Routing};
+use perplexity_kernels::backend::{BlockSelection, DeltaHeads, Expert, HeadRequest, RotaryTable, Routing};
 use perplexity_kernels::evaluation::{Arithmetic, Steps};
 use perplexity_kernels::ops::mixture_of_experts::Mixture;
-use perplexity_kernels::ops::rotary;
+use perplexity_kernels::ops::{hyper_connection, ngram_injection, rotary};
 use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 
 type B = Flex;
@@ -322,4 +322,135 @@ fn a_mixture_rounds_every_step_or_its_result() {
         [Steps::Once, Steps::Each].map(|steps| first(precise(steps, Precision::Bf16))),
         [1, 0]
     );
+}
+
+#[test]
+fn operations_between_streams_are_the_backends_in_f64() {
+    let mut random = Random(41);
+    for tokens in [1, 5, 66] {
+        let (streams, width) = (3, 37);
+        let all = streams * width;
+        let r = random.tensor([2, tokens, all]);
+        let norm = random.tensor([streams, width]);
+        assert_near("stream norm", |how| how.stream_norm(r.clone(), norm.clone(), 1e-6));
+        let z = random.tensor([2, tokens, 11]) * 4.0;
+        assert_near("activation", |how| {
+            hyper_connection::activate::<B>(z.clone(), streams, how)
+        });
+        let (u, normal) = (
+            random.tensor([2, tokens, all]),
+            random.tensor([2, tokens, streams, width]),
+        );
+        assert_near("mixture", |how| {
+            hyper_connection::mix::<B>(u.clone(), normal.clone(), how)
+        });
+        let v = random.tensor([2, tokens, streams]) * 4.0;
+        assert_near("weights", |how| hyper_connection::weights::<B>(v.clone(), how));
+        let y = random.tensor([2, tokens, width]);
+        assert_near("write", |how| {
+            hyper_connection::write::<B>(r.clone(), y.clone(), v.clone(), how)
+        });
+
+        let query = random.tensor([2, tokens, streams, width]);
+        assert_near("n-gram gate", |how| {
+            ngram_injection::gate::<B>(normal.clone(), query.clone(), y.clone(), how)
+        });
+        let (taps, dilation) = (random.tensor([4, all]), 3);
+        let (gated, inputs) = (random.tensor([2, tokens, all]), random.tensor([2, tokens + 9, all]));
+        assert_near("injection", |how| {
+            ngram_injection::inject::<B>(r.clone(), gated.clone(), inputs.clone(), taps.clone(), dilation, how)
+        });
+
+        let (w, z) = (random.tensor([width]), random.tensor([2, tokens, width]));
+        assert_near("sigmoid norm", |how| {
+            how.sigmoid_gated_rms_norm(y.clone(), w.clone(), z.clone(), 1e-6)
+        });
+        let router = weight(random.values(13 * width), [13, width]);
+        let routed = |how: Evaluation| how.route_experts(y.clone(), &router, 4);
+        assert_near("routing weights", |how| routed(how).weights);
+        let ids = |how| {
+            routed(how)
+                .experts
+                .into_data()
+                .convert::<i64>()
+                .into_vec::<i64>()
+                .unwrap()
+        };
+        assert_eq!(ids(NATIVE), ids(precise(Steps::Once, Precision::Full)));
+
+        // Queries from position 9 on, blocks of four: all but every third of those that are complete.
+        let (first_position, capacity) = (9, 80);
+        let blocks = |query: usize| -> Vec<u32> {
+            let complete = (first_position + query % tokens + 1) / 4;
+            (0..complete as u32)
+                .filter(|block| (block + query as u32) % 3 != 0)
+                .collect()
+        };
+        let selection = BlockSelection {
+            ratio: 4,
+            first_position,
+            blocks: (0..2 * tokens).map(blocks).collect(),
+        };
+        let q = random.tensor([2, tokens, 6, 19]) * 5.0;
+        let (keys, values) = (random.tensor([2, 2, capacity, 19]), random.tensor([2, 2, capacity, 19]));
+        assert_near("sparse attention", |how| {
+            how.sparse_attention(q.clone(), keys.clone(), values.clone(), &selection)
+        });
+        let dense = BlockSelection {
+            blocks: (0..2 * tokens)
+                .map(|query| (0..((first_position + query % tokens + 1) / 4) as u32).collect())
+                .collect(),
+            ..selection
+        };
+        let how = precise(Steps::Each, Precision::Bf16);
+        assert_eq!(
+            vec(how.sparse_attention(q.clone(), keys.clone(), values.clone(), &dense)),
+            vec(how.causal_attention(q, keys, values, first_position)),
+            "all blocks"
+        );
+    }
+}
+
+#[test]
+fn operations_between_streams_round_every_step_or_their_result() {
+    let one = |value: f32| of(vec![value], [1, 1, 1]);
+    // One stream of one feature. sigmoid(1) is 0.7310586, or 187/256; times 247 that is 180.57 or 180.43.
+    let normal = || of(vec![247.0], [1, 1, 1, 1]);
+    assert_eq!(
+        both(|how| hyper_connection::mix::<B>(one(1.0), normal(), how)),
+        [181.0, 180.0]
+    );
+    // Twice that as a weight, times 123.5: 180.57 or 180.43 again.
+    let written = both(|how| {
+        let weights = hyper_connection::weights::<B>(one(1.0), how);
+        hyper_connection::write::<B>(one(0.0), one(123.5), weights, how)
+    });
+    assert_eq!(written, [181.0, 180.0]);
+    // 2^-8 (1 + 2^-8) added to 1 is above the middle; rounded first it is 2^-8 (1 + 2^-7) or 2^-8, a tie to even.
+    let product = both(|how| hyper_connection::write::<B>(one(1.0), one(2f32.powi(-8)), one(257.0 / 256.0), how));
+    assert_eq!(product, [ABOVE, 1.0]);
+    // SiLU of a third that is rounded first, or not.
+    let z = 3.0 + 2f32.powi(-6);
+    let activated = both(|how| hyper_connection::activate::<B>(one(z), 3, how));
+    let exact = f64::from(z) / 3.0;
+    let silu = |x: f64| x / (1.0 + (-x).exp());
+    assert_eq!(
+        activated,
+        [exact, f64::from(Precision::Bf16.nearest(exact))].map(|x| Precision::Bf16.nearest(silu(x)))
+    );
+
+    // a = 1 and a root of 1: the gate is sigmoid(1), of a value of 247. A sum of zero opens it by half.
+    let head = |value: f32| of(vec![value], [1, 1, 1, 1]);
+    let gate = |k: f32, q: f32| both(|how| ngram_injection::gate::<B>(head(k), head(q), one(247.0), how));
+    assert_eq!(gate(1.0, 1.0), [181.0, 180.0]);
+    assert_eq!(gate(1.0, 0.0), [123.5, 123.5]);
+    // 1e-9 has the root of 1e-6, 0.001, and the sign: sigmoid(-0.001) = 0.49975.
+    let small = gate(1e-9, -1.0);
+    assert!(small.iter().all(|x| (*x - 123.5).abs() <= 0.5), "{small:?}");
+
+    // The taps add up to 1 + 2^-8, rounded before SiLU or not, as in the other convolution.
+    let inputs = || of(vec![2f32.powi(-8), 1.0], [1, 2, 1]);
+    let taps = || of(vec![1.0, 1.0], [2, 1]);
+    let injected = both(|how| ngram_injection::inject::<B>(one(0.0), one(0.0), inputs(), taps(), 1, how));
+    assert_eq!(injected, [188.0 / 256.0, 187.0 / 256.0]);
 }

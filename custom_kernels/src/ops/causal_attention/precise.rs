@@ -21,7 +21,6 @@ pub fn attention(
 ) -> Vec<f32> {
     let [_, tokens, heads, head_dim] = shape;
     let [_, kv_heads, capacity, _] = kv_shape;
-    let scale = (head_dim as f64).sqrt().recip();
     let mut y = vec![0.0; q.len()];
     y.par_chunks_exact_mut(head_dim)
         .zip(q.par_chunks_exact(head_dim))
@@ -29,19 +28,25 @@ pub fn attention(
         .for_each(|(row, (y, q))| {
             let (window, t, head) = (row / (tokens * heads), row / heads % tokens, row % heads);
             let kv_head = (window * kv_heads + head / (heads / kv_heads)) * capacity * head_dim;
-            let visible = (first_position + t + 1) * head_dim;
-            let mut weights = scores(q, &keys[kv_head..][..visible]);
-            for s in &mut weights {
-                *s = steps.bf16(steps.bf16(*s) * scale);
-            }
-            soften(&mut weights);
-            for p in &mut weights {
-                *p = steps.bf16(steps.f32(*p));
-            }
-            let sums = weighted_sum(&weights, &values[kv_head..][..visible]);
-            y.iter_mut().zip(sums).for_each(|(y, sum)| *y = to.nearest(sum));
+            let visible = kv_head..kv_head + (first_position + t + 1) * head_dim;
+            over_rows(q, &keys[visible.clone()], &values[visible], y, steps, to);
         });
     y
+}
+
+/// One head of one query over all the given rows of `keys` and `values`.
+pub(crate) fn over_rows(q: &[f32], keys: &[f32], values: &[f32], y: &mut [f32], steps: Steps, to: Precision) {
+    let scale = (q.len() as f64).sqrt().recip();
+    let mut weights = scores(q, keys);
+    for s in &mut weights {
+        *s = steps.bf16(steps.bf16(*s) * scale);
+    }
+    soften(&mut weights);
+    for p in &mut weights {
+        *p = steps.bf16(steps.f32(*p));
+    }
+    let sums = weighted_sum(&weights, values);
+    y.iter_mut().zip(sums).for_each(|(y, sum)| *y = to.nearest(sum));
 }
 
 /// `exp(s_j) / sum exp(s)`.

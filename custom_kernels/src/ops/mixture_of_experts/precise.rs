@@ -80,7 +80,7 @@ pub fn mixture<B: EvaluatorBackend>(
 }
 
 /// The `top_k` largest logits, the lower id first of equal ones, and their renormalised probabilities.
-fn choose(logits: &[f64], top_k: usize, steps: Steps) -> (Vec<i32>, Vec<f32>) {
+pub(crate) fn choose(logits: &[f64], top_k: usize, steps: Steps) -> (Vec<i32>, Vec<f32>) {
     let mut order: Vec<usize> = (0..logits.len()).collect();
     // What is not a number comes first, so that it is chosen and shows.
     order.sort_by(|&a, &b| {

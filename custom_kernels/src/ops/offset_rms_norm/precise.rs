@@ -16,6 +16,14 @@ pub fn norm(x: &mut [f32], weight: &[f32], eps: f32, steps: Steps, to: Precision
     });
 }
 
+/// The same of each of several streams by itself: `x` `[rows, streams * width]`, `weight` `[streams * width]`.
+pub fn stream_norm(x: &mut [f32], weight: &[f32], width: usize, eps: f32, steps: Steps, to: Precision) {
+    x.par_chunks_exact_mut(weight.len()).for_each(|x| {
+        let streams = x.chunks_exact_mut(width).zip(weight.chunks_exact(width));
+        streams.for_each(|(x, weight)| norm(x, weight, eps, steps, to));
+    });
+}
+
 /// `1 / sqrt(mean(x^2) + eps)`.
 pub(crate) fn inverse_rms(x: &[f32], eps: f32, steps: Steps) -> f64 {
     let mean = steps.f32(sum_of_squares(x, steps) / x.len() as f64);

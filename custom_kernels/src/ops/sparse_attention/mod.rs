@@ -10,6 +10,7 @@
 
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
+pub mod precise;
 
 use std::ops::Range;
 
@@ -34,6 +35,16 @@ pub struct BlockSelection {
 }
 
 impl BlockSelection {
+    /// The queries of window `window` of `batch`.
+    #[must_use]
+    pub fn of_window(&self, window: usize, batch: usize) -> Self {
+        let tokens = self.blocks.len() / batch;
+        Self {
+            blocks: self.blocks[window * tokens..][..tokens].to_vec(),
+            ..*self
+        }
+    }
+
     /// The ranges of keys that query `query` at position `position` reads, in ascending order; never empty.
     pub fn ranges(&self, query: usize, position: usize) -> impl Iterator<Item = Range<usize>> + '_ {
         let tail = (position + 1) / self.ratio * self.ratio..position + 1;
