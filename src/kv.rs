@@ -41,6 +41,8 @@ pub(crate) enum KvUsageError {
     ReferenceKernel { option: &'static str },
     #[error("--reproducible excludes {option}: what a kernel rounds depends on the pass it sees a query in")]
     ReproducibleKernel { option: &'static str },
+    #[error("{option} imitates kernels of dense attention: Qwen3.8-Flash-Next has sparse attention")]
+    DenseKernels { option: &'static str },
     #[error("{option} belongs to --kv-emulation kernel, not to format")]
     NotKernel { option: &'static str },
     #[error("--kv-window needs a codec with an optional exact window ({windowed}); --kv-dtype {dtype} has none")]
@@ -122,10 +124,16 @@ impl KvCache {
     /// Checks the codecs against the model's attention layers.
     ///
     /// # Errors
-    /// When a codec cannot store the model's rows, or the layer table names a layer without a cache.
+    /// When a codec cannot store the model's rows, the layer table names a layer without a cache, or kernels are to be
+    /// imitated that the model does not have.
     pub(crate) fn check(&self, config: &TextConfig) -> Result<(), KvUsageError> {
         let head_dim = config.attention.as_ref().map_or(0, |attention| attention.head_dim);
         match &self.codec {
+            Some(options) if options.emulation != Emulation::Format && config.flash_next.is_some() => {
+                Err(KvUsageError::DenseKernels {
+                    option: "--kv-emulation kernel",
+                })
+            }
             Some(options) => Ok(options.check(&config.attention_layers(), head_dim)?),
             None => Ok(()),
         }

@@ -197,7 +197,7 @@ impl Attention {
         let mut store = LayerStore::new(pair, false, 1, DIM);
         store.k.append(&self.k);
         store.v.append(&self.v);
-        attend(&store, Some(pair), &self.q, QUERIES, KEYS - 1, emulation)
+        attend(&store, Some(pair), &self.q, QUERIES, KEYS - 1, None, emulation)
     }
 }
 

@@ -24,6 +24,7 @@ use crate::arith::{absmax, rne};
 use crate::codec::HostCodec;
 use crate::registry::{KvDtype, KvPair, Side};
 use crate::store::{LayerStore, ReadRows, SideStore};
+use perplexity_kernels::backend::BlockSelection;
 use perplexity_kernels::numeric::{e2m1_to_f32, e4m3fn_to_f32, f16_to_f32, f32_to_e2m1, f32_to_e4m3fn, f32_to_f16};
 use rayon::prelude::*;
 
@@ -204,16 +205,18 @@ impl Forms {
 /// Attention of queries `[tokens, heads, head_dim]` (model basis, positions `first_position..`) over the first
 /// `first_position + tokens` rows of a cache; returns outputs of the same shape, not yet rounded.
 ///
-/// `pair` names the cache's codecs for the kernel level; at the format level it is not looked at.
+/// `pair` names the cache's codecs for the kernel level; at the format level it is not looked at. With a selection every
+/// query reads the keys that it names there, at the format level only: the kernels' tiles are those of dense attention.
 ///
 /// # Panics
-/// When the queries do not fit the cache: a programming error.
+/// When the queries do not fit the cache, or on a selection at the kernel level: a programming error.
 pub fn attend(
     store: &LayerStore,
     pair: Option<&KvPair>,
     queries: &[f32],
     heads: usize,
     first_position: usize,
+    selection: Option<&BlockSelection>,
     emulation: Emulation,
 ) -> Vec<f32> {
     let (head_dim, kv_heads) = (store.k.head_dim(), store.k.kv_heads());
@@ -232,6 +235,10 @@ pub fn attend(
         (Emulation::Kernel(options), Some(pair)) => Some(Forms::new(pair, options, first_position + tokens)),
         _ => None,
     };
+    assert!(
+        forms.is_none() || selection.is_none(),
+        "kernel forms are of dense attention"
+    );
     if let Some(forms) = forms {
         q.par_chunks_exact_mut(head_dim)
             .for_each(|row| query_form(forms.q, row));
@@ -252,10 +259,11 @@ pub fn attend(
         .enumerate()
         .for_each(|(index, (out, q))| {
             let (position, head) = (first_position + index / heads, index % heads / (heads / kv_heads));
-            let scores = rows.scores(q, position, head);
+            let keys = keys_of(selection, index / heads, position);
+            let scores = rows.scores(q, &keys, position, head);
             match forms.map(|forms| forms.p) {
                 None => {
-                    let exact = rows.exact_output(&scores, position, head);
+                    let exact = rows.exact_output(&keys, &scores, position, head);
                     out.iter_mut().zip(exact).for_each(|(out, x)| *out = x as f32);
                 }
                 Some(PForm::F16) => rows.f16_output(&scores, position, head, out),
@@ -277,7 +285,13 @@ pub fn attend(
 ///
 /// # Panics
 /// As [`attend`].
-pub fn attend_exact(store: &LayerStore, queries: &[f32], heads: usize, first_position: usize) -> Vec<f64> {
+pub fn attend_exact(
+    store: &LayerStore,
+    queries: &[f32],
+    heads: usize,
+    first_position: usize,
+    selection: Option<&BlockSelection>,
+) -> Vec<f64> {
     let (head_dim, kv_heads) = (store.k.head_dim(), store.k.kv_heads());
     assert!(heads.is_multiple_of(kv_heads), "whole groups of query heads");
     let mut q: Vec<f64> = queries.iter().copied().map(f64::from).collect();
@@ -293,11 +307,20 @@ pub fn attend_exact(store: &LayerStore, queries: &[f32], heads: usize, first_pos
         .enumerate()
         .flat_map_iter(|(index, q)| {
             let (position, head) = (first_position + index / heads, index % heads / (heads / kv_heads));
-            rows.exact_output(&rows.scores(q, position, head), position, head)
+            let keys = keys_of(selection, index / heads, position);
+            rows.exact_output(&keys, &rows.scores(q, &keys, position, head), position, head)
         })
         .collect();
     store.v.codec().basis().inverse_f64(&mut out, head_dim);
     out
+}
+
+/// The keys that query `query` at `position` reads, ascending.
+fn keys_of(selection: Option<&BlockSelection>, query: usize, position: usize) -> Vec<usize> {
+    match selection {
+        Some(selection) => selection.ranges(query, position).flatten().collect(),
+        None => (0..=position).collect(),
+    }
 }
 
 /// Applies a query form to a row in the basis of the keys.
@@ -455,22 +478,22 @@ impl Rows<'_> {
         &rows[at..at + self.head_dim]
     }
 
-    /// `q . k_j / sqrt(D)` for keys `0..=position`.
-    fn scores<Q: Copy + Into<f64>>(&self, q: &[Q], position: usize, head: usize) -> Vec<f64> {
+    /// `q . k_j / sqrt(D)` for the given keys.
+    fn scores<Q: Copy + Into<f64>>(&self, q: &[Q], keys: &[usize], position: usize, head: usize) -> Vec<f64> {
         let scale = 1.0 / (self.head_dim as f64).sqrt();
-        (0..=position)
-            .map(|key| dot(q, self.row(self.k, key, position, head)) * scale)
+        keys.iter()
+            .map(|key| dot(q, self.row(self.k, *key, position, head)) * scale)
             .collect()
     }
 
-    fn exact_output(&self, scores: &[f64], position: usize, head: usize) -> Vec<f64> {
+    fn exact_output(&self, keys: &[usize], scores: &[f64], position: usize, head: usize) -> Vec<f64> {
         let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let mut sum = 0.0;
         let mut acc = vec![0f64; self.head_dim];
-        for (key, score) in scores.iter().enumerate() {
+        for (key, score) in keys.iter().zip(scores) {
             let p = (score - largest).exp();
             sum += p;
-            add_scaled(&mut acc, p, self.row(self.v, key, position, head));
+            add_scaled(&mut acc, p, self.row(self.v, *key, position, head));
         }
         acc.iter_mut().for_each(|acc| *acc /= sum);
         acc

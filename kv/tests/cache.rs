@@ -1,11 +1,12 @@
 //! The packed cache and attention over it.
 
-use perplexity_kv::attention::{EightBitPv, Emulation, KernelOptions, attend};
+use perplexity_kernels::backend::BlockSelection;
+use perplexity_kv::attention::{EightBitPv, Emulation, KernelOptions, attend, attend_exact};
 use perplexity_kv::codec::{Window, decode_rows, encode_rows};
 use perplexity_kv::codecs::vq2;
 use perplexity_kv::conformance::gaussian;
 use perplexity_kv::registry::{KvPair, variants};
-use perplexity_kv::store::LayerStore;
+use perplexity_kv::store::{LayerStore, ReadRows};
 
 const DIM: usize = 256;
 const KV_HEADS: usize = 2;
@@ -38,7 +39,7 @@ fn run(pair: &KvPair, data: &Data, pass: usize, window: bool, emulation: Emulati
         let first = store.k.tokens();
         store.k.append(k);
         store.v.append(v);
-        out.extend(attend(&store, Some(pair), q, HEADS, first, emulation));
+        out.extend(attend(&store, Some(pair), q, HEADS, first, None, emulation));
     }
     (out, store)
 }
@@ -167,7 +168,7 @@ fn every_column_is_read_from_its_own_row() {
         for j in 0..tokens {
             let mut q = vec![0.0; HEADS * DIM];
             (0..HEADS).for_each(|head| q[head * DIM + j] = 64.0);
-            let out = attend(&store, None, &q, HEADS, tokens - 1, Emulation::Format);
+            let out = attend(&store, None, &q, HEADS, tokens - 1, None, Emulation::Format);
             for head in 0..HEADS {
                 let expected = &v[(j * KV_HEADS + head / 2) * DIM..][..DIM];
                 assert!(
@@ -365,5 +366,78 @@ fn large_values_do_not_overflow_the_fast_kernels_sums() {
             "{name}: {:?}",
             &out[out.len() - 4..]
         );
+    }
+}
+
+/// A query that names its keys reads their rows as a dense query reads them, exact windows included, and no others.
+#[test]
+fn a_query_that_names_its_keys_reads_those_alone() {
+    let (tokens, first_position) = (1100usize, 1090usize);
+    let data = data(tokens);
+    for name in ["bf16", "int8", "rk4v4", "vq2", "k4v2", "kivi4"] {
+        let mut store = LayerStore::new(&name.parse().unwrap(), true, KV_HEADS, DIM);
+        store.k.append(&data.k);
+        store.v.append(&data.v);
+        let selection = BlockSelection {
+            ratio: 4,
+            first_position,
+            blocks: (first_position..tokens)
+                .map(|p| (0..(p as u32 + 1) / 4).filter(|block| block * 7 % 5 < 2).collect())
+                .collect(),
+        };
+        let queries = &data.q[first_position * HEADS * DIM..];
+        let got = attend(
+            &store,
+            None,
+            queries,
+            HEADS,
+            first_position,
+            Some(&selection),
+            Emulation::Format,
+        );
+
+        // Once more in f64, row by row.
+        let mut q = queries.to_vec();
+        store.query_basis(&mut q);
+        let (k, v) = (store.k.read(), store.v.read());
+        let mut want = Vec::new();
+        let mut exact_rows = 0;
+        for (index, q) in q.chunks(DIM).enumerate() {
+            let (query, head) = (index / HEADS, index % HEADS / (HEADS / KV_HEADS));
+            let p = first_position + query;
+            let tail = (p + 1) / 4 * 4..=p;
+            let blocks = selection.blocks[query]
+                .iter()
+                .flat_map(|block| 4 * block..4 * block + 4);
+            let keys: Vec<usize> = blocks.map(|key| key as usize).chain(tail).collect();
+            let mut row = |side: &ReadRows, key: usize| -> Vec<f64> {
+                let at = (key * KV_HEADS + head) * DIM;
+                let exact = side.exact.as_ref().filter(|exact| exact.reads(key, p));
+                exact_rows += usize::from(exact.is_some());
+                let rows = exact.map_or(&side.coded, |exact| &exact.rows);
+                rows[at..at + DIM].iter().map(|x| f64::from(*x)).collect()
+            };
+            let scores: Vec<f64> = keys
+                .iter()
+                .map(|key| row(&k, *key).iter().zip(q).map(|(k, q)| k * f64::from(*q)).sum::<f64>() / 16.0)
+                .collect();
+            let sum: f64 = scores.iter().map(|score| score.exp()).sum();
+            let mut out = vec![0.0; DIM];
+            for (key, score) in keys.iter().zip(&scores) {
+                let row = row(&v, *key);
+                out.iter_mut()
+                    .zip(row)
+                    .for_each(|(out, v)| *out += score.exp() / sum * v);
+            }
+            want.extend(out.into_iter().map(|x| x as f32));
+        }
+        store.output_basis(&mut want);
+        assert!(relative(&got, &want) < 1e-6, "{name}: {}", relative(&got, &want));
+        assert_eq!(exact_rows > 0, store.k.has_window() || store.v.has_window(), "{name}");
+        let f64s = attend_exact(&store, queries, HEADS, first_position, Some(&selection));
+        let f64s: Vec<f32> = f64s.into_iter().map(|x| x as f32).collect();
+        assert!(relative(&f64s, &want) < 1e-6, "{name} in f64");
+        let dense = attend(&store, None, queries, HEADS, first_position, None, Emulation::Format);
+        assert!(relative(&dense, &want) > 1e-2, "{name}: the other keys count");
     }
 }

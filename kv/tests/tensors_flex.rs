@@ -48,7 +48,7 @@ fn the_device_cache_attends_as_the_host_cache_in_every_pass() {
             host.v.append(&v);
             device.k.append(tensor(&k, KV_HEADS));
             device.v.append(tensor(&v, KV_HEADS));
-            let want = attend(&host, None, &q, HEADS, first, Emulation::Format);
+            let want = attend(&host, None, &q, HEADS, first, None, Emulation::Format);
             let got: Vec<f32> = device.attend(tensor(&q, HEADS), first).into_data().into_vec().unwrap();
             let worst = got
                 .iter()

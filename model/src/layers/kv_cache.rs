@@ -176,55 +176,63 @@ impl<B: EvaluatorBackend> KvCache<B> {
 
     /// Causal attention of the last appended tokens' queries `[batch, tokens, heads, head_dim]`.
     pub fn attend(&self, q: Tensor<B, 4>, how: impl Into<Evaluation>) -> Tensor<B, 4> {
-        let (how, first_position) = (how.into(), self.tokens - q.dims()[1]);
-        match (how.arithmetic, &self.rows) {
-            // Rows that stay on a device are for its own arithmetic.
-            (Arithmetic::Native, _) | (_, Rows::Decoded { .. }) => self.attend_from(q, first_position, None, how.to),
-            (_, Rows::Plain(rows)) => {
-                let [keys, values] = rows.as_ref().expect("appending always puts the rows back");
-                how.causal_attention(q, keys.clone(), values.clone(), first_position)
-            }
-            (_, Rows::Coded { windows, .. }) => {
-                let (shape, device) = (q.dims(), q.device());
-                let [_, tokens, heads, head_dim] = shape;
-                let queries = host(q);
-                let outputs = (windows.iter().zip(queries.chunks_exact(tokens * heads * head_dim)))
-                    .flat_map(|(window, q)| attend_exact(window, q, heads, first_position))
-                    .map(|x| how.to.nearest(x))
-                    .collect();
-                Tensor::from_data(TensorData::new(outputs, shape), &device)
-            }
-        }
+        let first_position = self.tokens - q.dims()[1];
+        self.attend_from(q, first_position, None, how)
     }
 
     /// Attention of queries at positions `first_position..` that are in the cache, over all keys before them or over those
     /// that each query names.
     ///
     /// # Panics
-    /// With a selection and a codec that chooses rows or roundings per query.
+    /// With a selection and kernel emulation.
     pub fn attend_from(
         &self,
         q: Tensor<B, 4>,
         first_position: usize,
         selection: Option<&BlockSelection>,
-        to: Precision,
+        how: impl Into<Evaluation>,
     ) -> Tensor<B, 4> {
-        match &self.rows {
-            Rows::Plain(rows) => {
-                let [keys, values] = rows.as_ref().expect("appending always puts the rows back");
-                attend_rows(q, [keys.clone(), values.clone()], first_position, selection, to)
+        let how = how.into();
+        let to = how.to;
+        match (&self.rows, how.arithmetic) {
+            (Rows::Plain(rows), _) => {
+                let rows = rows.clone().expect("appending always puts the rows back");
+                attend_rows(q, rows, first_position, selection, how)
             }
-            Rows::Coded {
-                windows,
-                pair,
-                emulation,
-            } => attend_coded(windows, pair, *emulation, q, first_position, selection, to),
-            Rows::Decoded {
-                rows, bases, precision, ..
-            } => {
+            (
+                Rows::Coded {
+                    windows,
+                    pair,
+                    emulation,
+                },
+                Arithmetic::Native,
+            ) => attend_coded(windows, pair, *emulation, q, first_position, selection, to),
+            (Rows::Coded { windows, .. }, _) => {
+                let (shape, device) = (q.dims(), q.device());
+                let [batch, tokens, heads, head_dim] = shape;
+                let queries = host(q);
+                let outputs = (windows
+                    .iter()
+                    .zip(queries.chunks_exact(tokens * heads * head_dim))
+                    .enumerate())
+                .flat_map(|(index, (window, q))| {
+                    let selection = selection.map(|selection| selection.of_window(index, batch));
+                    attend_exact(window, q, heads, first_position, selection.as_ref())
+                })
+                .map(|x| to.nearest(x))
+                .collect();
+                Tensor::from_data(TensorData::new(outputs, shape), &device)
+            }
+            // Rows that stay on a device are for its own arithmetic.
+            (
+                Rows::Decoded {
+                    rows, bases, precision, ..
+                },
+                _,
+            ) => {
                 let rows = rows.clone().expect("appending always puts the rows back");
                 let q = B::round(in_basis(q, bases[0].as_ref(), Precision::Full), *precision);
-                let o = attend_rows(q, rows, first_position, selection, to);
+                let o = attend_rows(q, rows, first_position, selection, to.into());
                 in_basis(o, bases[1].as_ref(), to)
             }
         }
@@ -236,11 +244,11 @@ fn attend_rows<B: EvaluatorBackend>(
     [keys, values]: [Tensor<B, 4>; 2],
     first_position: usize,
     selection: Option<&BlockSelection>,
-    to: Precision,
+    how: Evaluation,
 ) -> Tensor<B, 4> {
     match selection {
-        None => B::causal_attention(q, keys, values, first_position, to),
-        Some(selection) => B::sparse_attention(q, keys, values, selection, to),
+        None => how.causal_attention(q, keys, values, first_position),
+        Some(selection) => how.sparse_attention(q, keys, values, selection),
     }
 }
 
@@ -281,13 +289,20 @@ fn attend_coded<B: EvaluatorBackend>(
         .iter()
         .any(|window| window.k.has_window() || window.v.has_window());
     let outputs = if per_query || emulation != Emulation::Format {
-        assert!(
-            selection.is_none(),
-            "options with sparse attention are checked on loading"
-        );
-        let rows = windows.iter().zip(queries.chunks_exact(length));
-        rows.flat_map(|(window, q)| attend(window, Some(pair), q, heads, first_position, emulation))
-            .collect()
+        let rows = windows.iter().zip(queries.chunks_exact(length)).enumerate();
+        rows.flat_map(|(index, (window, q))| {
+            let selection = selection.map(|selection| selection.of_window(index, batch));
+            attend(
+                window,
+                Some(pair),
+                q,
+                heads,
+                first_position,
+                selection.as_ref(),
+                emulation,
+            )
+        })
+        .collect()
     } else {
         windows
             .iter()
@@ -307,7 +322,7 @@ fn attend_coded<B: EvaluatorBackend>(
             [keys, values],
             first_position,
             selection,
-            Precision::Full,
+            Precision::Full.into(),
         ));
         windows
             .iter()
