@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use crate::artifact::{ACTIVATION_DIVISOR, Artifact, ArtifactError};
 use crate::config::{ConfigError, TextConfig};
-use crate::experts::ExpertBank;
+use crate::experts::{ExpertBank, ExpertError};
 use crate::formats::Format;
 use crate::parameters::{EXPERT_BANK, RequiredFormat, parameters};
 use crate::source::{ActivationPolicy, SourceError, SourceFile, StoredParameter, StoredPart, TextSource};
@@ -171,7 +171,10 @@ impl TextSource for ArtifactSource {
         }
         let policy = self.activations.get(&name).map(|(policy, _)| *policy);
         let bank = ExpertBank::open(&self.artifact, &name, policy.unwrap_or(ActivationPolicy::A16Only));
-        Ok(Some(bank.map_err(|source| self.refused(source))?))
+        Ok(Some(bank.map_err(|error| match error {
+            ExpertError::Artifact(source) => self.refused(source).into(),
+            other => SourceError(Box::new(other)),
+        })?))
     }
 
     fn resource(&self, role: &str) -> Result<Option<Vec<u8>>, SourceError> {

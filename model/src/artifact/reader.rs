@@ -159,6 +159,19 @@ impl Artifact {
         self.volumes.read(offset, bytes)
     }
 
+    /// Opens and checks every file, which otherwise happens when it is first read.
+    ///
+    /// # Errors
+    /// F06 to F08.
+    pub fn open_files(&self) -> Result<(), ArtifactError> {
+        self.volumes.open_all()
+    }
+
+    /// Has the system begin to read payload bytes `[offset, offset + bytes)`, as far as they exist.
+    pub fn will_need(&self, offset: u64, bytes: u64) {
+        self.volumes.will_need(offset, bytes);
+    }
+
     /// The encoded bytes of an object, borrowed when one file holds them.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use super::{ArtifactError, ENTRY_MAGIC, HEADER_BYTES, PAYLOAD_ALIGNMENT, VOLUME_MAGIC, VolumeFile};
 use crate::formats::align_up;
-use memmap2::Mmap;
+use memmap2::{Advice, Mmap};
 use std::borrow::Cow;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -148,15 +148,36 @@ impl Volumes {
 
     /// The payload of one file, which is opened and checked (F06 to F08) the first time.
     fn segment(&self, index: usize) -> Result<&[u8], ArtifactError> {
+        Ok(&self.map(index)?[self.segments[index].start as usize..])
+    }
+
+    fn map(&self, index: usize) -> Result<&Mmap, ArtifactError> {
         let segment = &self.segments[index];
-        let map = match segment.map.get() {
-            Some(map) => map,
+        match segment.map.get() {
+            Some(map) => Ok(map),
             None => {
                 let map = self.open(index as u64, segment)?;
-                segment.map.get_or_init(|| map)
+                Ok(segment.map.get_or_init(|| map))
             }
-        };
-        Ok(&map[segment.start as usize..])
+        }
+    }
+
+    /// Opens and checks every file.
+    pub(super) fn open_all(&self) -> Result<(), ArtifactError> {
+        (0..self.segments.len()).try_for_each(|index| self.map(index).map(drop))
+    }
+
+    /// Has the system begin to read payload bytes `[offset, offset + bytes)`; a hint, so that what fails is left to
+    /// whoever reads them.
+    pub(super) fn will_need(&self, offset: u64, bytes: u64) {
+        let end = offset.saturating_add(bytes);
+        for (index, segment) in self.segments.iter().enumerate() {
+            let (begin, end) = (offset.max(segment.begin), end.min(segment.begin + segment.bytes));
+            if let (true, Ok(map)) = (begin < end, self.map(index)) {
+                let start = segment.start + (begin - segment.begin);
+                let _ = map.advise_range(Advice::WillNeed, start as usize, (end - begin) as usize);
+            }
+        }
     }
 
     fn open(&self, index: u64, segment: &Segment) -> Result<Mmap, ArtifactError> {

@@ -1,8 +1,11 @@
-//! A bank of routed experts in an artifact: one record per expert, read by itself.
+//! A bank of routed experts in an artifact: one record per expert, read by itself. With a second copy of the artifact, on
+//! another disk, every other record is read from there, so that both disks work.
 
 use std::borrow::Cow;
+use std::path::Path;
 use std::sync::Arc;
 
+use super::ExpertError;
 use crate::artifact::{Artifact, ArtifactError};
 use crate::formats::nvfp4_expert::{Geometry, Projection, decode_record};
 use crate::formats::{Format, FormatError};
@@ -14,6 +17,7 @@ const INPUT_SCALES: &str = "expert_input_scales";
 /// The routed experts of one block, `[E, H, I]`.
 pub struct ExpertBank {
     artifact: Arc<Artifact>,
+    copy: Option<Arc<Artifact>>,
     object: String,
     offset: u64,
     geometry: Geometry,
@@ -35,7 +39,7 @@ impl ExpertBank {
     ///
     /// # Errors
     /// When the bank is not one whole object of the right size, or a multiplier or input scale is not finite and positive.
-    pub(crate) fn open(artifact: &Arc<Artifact>, name: &str, policy: ActivationPolicy) -> Result<Self, ArtifactError> {
+    pub(crate) fn open(artifact: &Arc<Artifact>, name: &str, policy: ActivationPolicy) -> Result<Self, ExpertError> {
         let parts = artifact.stored_parts(name)?;
         let elements = artifact.elements(name)?;
         let [part] = &*parts else {
@@ -70,6 +74,7 @@ impl ExpertBank {
         };
         Ok(Self {
             artifact: Arc::clone(artifact),
+            copy: None,
             object,
             offset,
             geometry,
@@ -77,6 +82,60 @@ impl ExpertBank {
             input_scales,
             policy,
         })
+    }
+
+    /// The bank with every other record read from `copy`, which [`open_copy`](Self::open_copy) gave.
+    ///
+    /// # Errors
+    /// When the copy's bank cannot be read or has other multipliers.
+    pub fn with_copy(self, copy: &Arc<Artifact>) -> Result<Self, ExpertError> {
+        let tail = copy.payload(self.tail(), 12 * self.geometry.experts as u64);
+        let found =
+            triples(&tail.map_err(ExpertError::Copy)?).map_err(|source| ExpertError::Copy(self.refused(source)))?;
+        if let Some(expert) = (0..found.len()).find(|expert| found[*expert] != self.multipliers[*expert]) {
+            return Err(ExpertError::Other {
+                path: copy.path().into(),
+                what: format!("the multipliers of expert {expert} of {}", self.object),
+                found: format!("{:?}", found[expert]),
+                expected: format!("{:?}", self.multipliers[expert]),
+            });
+        }
+        Ok(Self {
+            copy: Some(Arc::clone(copy)),
+            ..self
+        })
+    }
+
+    /// Opens a second copy of `artifact`, all its files.
+    ///
+    /// # Errors
+    /// When one is missing, too short or too long, or it is the copy of another artifact.
+    pub fn open_copy(artifact: &Artifact, path: &Path) -> Result<Arc<Artifact>, ExpertError> {
+        let copy = Artifact::open(path).map_err(ExpertError::Copy)?;
+        for (what, found, expected) in [
+            ("the artifact id", copy.artifact_id(), artifact.artifact_id()),
+            (
+                "the SHA-256 of the directory",
+                copy.header_sha256(),
+                artifact.header_sha256(),
+            ),
+        ] {
+            if found != expected {
+                return Err(ExpertError::Other {
+                    path: path.into(),
+                    what: what.into(),
+                    found,
+                    expected,
+                });
+            }
+        }
+        copy.open_files().map_err(ExpertError::Copy)?;
+        Ok(Arc::new(copy))
+    }
+
+    /// Where the multipliers lie, behind the records.
+    fn tail(&self) -> u64 {
+        self.offset + (self.geometry.experts * self.geometry.stride) as u64
     }
 
     /// Where the records lie.
@@ -103,8 +162,21 @@ impl ExpertBank {
     /// # Errors
     /// When a file of the artifact cannot be read.
     pub fn record(&self, expert: usize) -> Result<Cow<'_, [u8]>, ArtifactError> {
+        let (artifact, offset, bytes) = self.place(expert);
+        artifact.payload(offset, bytes)
+    }
+
+    /// Has the system begin to read the record of `expert`.
+    pub(super) fn will_need(&self, expert: usize) {
+        let (artifact, offset, bytes) = self.place(expert);
+        artifact.will_need(offset, bytes);
+    }
+
+    fn place(&self, expert: usize) -> (&Artifact, u64, u64) {
+        let artifact = self.copy.as_ref().filter(|_| expert % 2 == 1);
         let stride = self.geometry.stride as u64;
-        self.artifact.payload(self.offset + expert as u64 * stride, stride)
+        let offset = self.offset + expert as u64 * stride;
+        (artifact.unwrap_or(&self.artifact), offset, stride)
     }
 
     /// The values of one matrix of `expert`, C order.
@@ -112,17 +184,21 @@ impl ExpertBank {
     /// # Errors
     /// When the record cannot be read or a scale in it is not a number.
     pub fn load(&self, expert: usize, projection: Projection) -> Result<Vec<f32>, ArtifactError> {
+        self.decode(expert, &self.record(expert)?, projection)
+    }
+
+    /// The same of a record that was read.
+    pub(crate) fn decode(
+        &self,
+        expert: usize,
+        record: &[u8],
+        projection: Projection,
+    ) -> Result<Vec<f32>, ArtifactError> {
         let (rows, columns) = self.geometry.matrix(projection);
         let mut values = vec![0.0; rows * columns];
         let multiplier = self.multipliers[expert][projection as usize];
-        decode_record(
-            &self.geometry,
-            &self.record(expert)?,
-            projection,
-            multiplier,
-            &mut values,
-        )
-        .map_err(|source| self.refused(source))?;
+        decode_record(&self.geometry, record, projection, multiplier, &mut values)
+            .map_err(|source| self.refused(source))?;
         Ok(values)
     }
 
@@ -134,11 +210,10 @@ impl ExpertBank {
     }
 }
 
-fn not_whole(name: &str, found: String) -> ArtifactError {
-    ArtifactError::ParameterShape {
+fn not_whole(name: &str, found: String) -> ExpertError {
+    ExpertError::NotWhole {
         parameter: name.to_owned(),
-        expected: Vec::new(),
-        found: format!("{found}: a bank of experts is one whole object"),
+        found,
     }
 }
 

@@ -3,7 +3,9 @@
 
 pub mod arithmetic;
 mod bank;
+mod error;
 mod store;
 
 pub use bank::ExpertBank;
-pub use store::{CacheStatistics, ExpertStore, Residency};
+pub use error::ExpertError;
+pub use store::{CacheStatistics, ExpertStore, Ready, Residency};
