@@ -14,16 +14,18 @@
 //! Numbers are little-endian. A row is one E4M3FN code per element; the scale of all rows is a weight of the artifact.
 //! There is no checksum, so a volume is known by its size, geometry and id alone.
 
-use std::collections::HashMap;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use memmap2::{Advice, Mmap, MmapMut};
 use perplexity_kernels::numeric::{e4m3fn_to_f32, round_bf16};
+use rayon::prelude::*;
 
 use super::NgramTable;
+use super::memory::{Kept, RowMemory, read_profile};
+use crate::experts::CacheStatistics;
 
 /// Bytes of the header and of a block.
 pub const BLOCK_BYTES: usize = 4096;
@@ -31,6 +33,20 @@ const MAGIC: [u8; 8] = *b"NINFERNG";
 const VERSION: u32 = 1;
 /// Used bytes of the header.
 const HEADER_FIELDS: usize = 60;
+/// The flag of reads past the page cache, where the platform has it.
+const DIRECT: Option<i32> = if !cfg!(target_os = "linux") {
+    None
+} else if cfg!(any(target_arch = "aarch64", target_arch = "arm")) {
+    Some(0x1_0000)
+} else if cfg!(any(
+    target_arch = "x86_64",
+    target_arch = "x86",
+    target_arch = "riscv64"
+)) {
+    Some(0x4000)
+} else {
+    None
+};
 
 /// Size and division of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -141,6 +157,38 @@ pub enum VolumeError {
         /// Its value.
         word: u8,
     },
+    /// Reads past the page cache where there are none.
+    #[error("{} cannot be read past the page cache ({source}): use another --ngram-io", path.display())]
+    Direct {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// A line of a profile that is no row of the table.
+    #[error("{}, line {line}: {found:?} is no row of the n-gram table, which has {rows}", path.display())]
+    Profile {
+        /// The profile.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+        /// What it says.
+        found: String,
+        /// Rows of the table.
+        rows: u64,
+    },
+    /// A table that is not the one the artifact was made with.
+    #[error("{}: {what} of its n-gram table is {found}: this model's is {expected}", path.display())]
+    Table {
+        /// Where the table is.
+        path: PathBuf,
+        /// What differs.
+        what: &'static str,
+        /// The table's.
+        found: String,
+        /// The artifact's.
+        expected: String,
+    },
     /// A row that the table does not have.
     #[error("the n-gram table has {rows} rows: row {row} does not exist")]
     Row {
@@ -171,6 +219,8 @@ pub enum Access {
     Reads {
         /// From 1 to 1024.
         depth: usize,
+        /// Whether they go past the system's page cache.
+        direct: bool,
     },
     /// From memory that holds the whole file.
     Memory {
@@ -179,11 +229,28 @@ pub enum Access {
     },
 }
 
+/// How a volume is used.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TableOptions {
+    /// How rows that are not kept are read.
+    pub access: Access,
+    /// The rows that are.
+    pub kept: Kept,
+}
+
+impl From<Access> for TableOptions {
+    fn from(access: Access) -> Self {
+        let kept = Kept::Nothing;
+        Self { access, kept }
+    }
+}
+
 /// An opened volume.
 #[derive(Debug)]
 pub struct Volume {
     path: PathBuf,
     rows: Rows,
+    memory: RowMemory,
     geometry: VolumeGeometry,
     scale: f32,
 }
@@ -199,13 +266,13 @@ impl Volume {
     ///
     /// # Errors
     /// On a missing file, another length, another value in any header field, a header byte that should be zero, memory
-    /// that cannot be had or locked.
+    /// that cannot be had or locked, a profile that is none.
     pub fn open(
         path: &Path,
         geometry: VolumeGeometry,
         id: [u8; 16],
         scale: f32,
-        access: Access,
+        options: &TableOptions,
     ) -> Result<Self, VolumeError> {
         let failed = |source| VolumeError::Io {
             path: path.into(),
@@ -226,7 +293,7 @@ impl Volume {
         let mut header = [0; BLOCK_BYTES];
         file.read_exact_at(&mut header, 0).map_err(failed)?;
         check_header(path, &header, &geometry, id)?;
-        let rows = match access {
+        let rows = match options.access {
             Access::Mapped => {
                 // SAFETY: the map is read-only and every access is bounds-checked; a file that another process truncates
                 // while it is mapped is outside what a program can guard against.
@@ -235,7 +302,22 @@ impl Volume {
                 let _ = map.advise(Advice::Random);
                 Rows::Bytes(map)
             }
-            Access::Reads { depth } => Rows::File { file, depth },
+            Access::Reads { depth, direct: false } => Rows::File { file, depth },
+            Access::Reads { depth, direct: true } => {
+                let opened = match DIRECT {
+                    Some(flag) => OpenOptions::new().read(true).custom_flags(flag).open(path),
+                    None => Err(io::ErrorKind::Unsupported.into()),
+                };
+                // Some file systems take the flag and then refuse the reads.
+                let tried = opened.and_then(|file| {
+                    let mut block = MmapMut::map_anon(BLOCK_BYTES)?;
+                    file.read_exact_at(&mut block, 0)?;
+                    Ok(file)
+                });
+                let path = || path.to_owned();
+                let file = tried.map_err(|source| VolumeError::Direct { path: path(), source })?;
+                Rows::File { file, depth }
+            }
             Access::Memory { locked } => {
                 let mut map = MmapMut::map_anon(expected as usize).map_err(failed)?;
                 file.read_exact_at(&mut map, 0).map_err(failed)?;
@@ -245,45 +327,77 @@ impl Volume {
                 Rows::Bytes(map.make_read_only().map_err(failed)?)
             }
         };
-        Ok(Self {
+        let mut volume = Self {
             path: path.into(),
             rows,
+            memory: RowMemory::nothing(geometry.row_bytes),
             geometry,
             scale,
-        })
+        };
+        volume.memory = match &options.kept {
+            Kept::Nothing => RowMemory::nothing(geometry.row_bytes),
+            Kept::Cache { bytes } => RowMemory::cache(geometry.row_bytes, *bytes, geometry.rows),
+            Kept::Hot { profile, bytes, locked } => {
+                let rows = read_profile(profile, geometry.rows, geometry.row_bytes, *bytes)?;
+                let mut codes = MmapMut::map_anon((rows.len() * geometry.row_bytes).max(1)).map_err(failed)?;
+                volume.fetch(&rows, &mut codes)?;
+                if *locked {
+                    codes.lock().map_err(failed)?;
+                }
+                RowMemory::hot(geometry.row_bytes, rows, codes)
+            }
+        };
+        Ok(volume)
     }
 
-    /// The blocks that hold `rows`, read once each.
-    fn read_blocks(&self, file: &File, depth: usize, rows: &[u64]) -> Result<HashMap<u64, Vec<u8>>, VolumeError> {
-        let mut blocks: Vec<u64> = rows.iter().map(|row| row / self.geometry.rows_per_block()).collect();
-        blocks.sort_unstable();
-        blocks.dedup();
-        let read = |block: &u64| {
-            let mut bytes = vec![0; BLOCK_BYTES];
-            let offset = BLOCK_BYTES as u64 * (1 + block);
-            file.read_exact_at(&mut bytes, offset)
-                .map_err(|source| VolumeError::Io {
-                    path: self.path.clone(),
-                    source,
-                })?;
-            Ok((*block, bytes))
+    /// The codes of `rows`, one after the other, from where they lie; every row exists.
+    fn fetch(&self, rows: &[u64], out: &mut [u8]) -> Result<(), VolumeError> {
+        let (geometry, width) = (self.geometry, self.geometry.row_bytes);
+        let places = rows.iter().zip(out.chunks_exact_mut(width));
+        match &self.rows {
+            Rows::Bytes(map) => {
+                places.for_each(|(row, out)| out.copy_from_slice(&map[geometry.offset(*row) as usize..][..width]));
+            }
+            Rows::File { file, depth } => {
+                let mut blocks: Vec<u64> = rows.iter().map(|row| row / geometry.rows_per_block()).collect();
+                blocks.sort_unstable();
+                blocks.dedup();
+                let bytes = self.read_blocks(file, *depth, &blocks)?;
+                for (row, out) in places {
+                    let at = blocks.partition_point(|block| *block < row / geometry.rows_per_block());
+                    let within = (row % geometry.rows_per_block()) as usize * width;
+                    out.copy_from_slice(&bytes[at * BLOCK_BYTES + within..][..width]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The given blocks, one after the other, `depth` of them at a time.
+    fn read_blocks(&self, file: &File, depth: usize, blocks: &[u64]) -> Result<MmapMut, VolumeError> {
+        let failed = |source| VolumeError::Io {
+            path: self.path.clone(),
+            source,
         };
+        // A map is aligned as reads past the page cache ask.
+        let mut bytes = MmapMut::map_anon((blocks.len() * BLOCK_BYTES).max(1)).map_err(failed)?;
         let share = blocks.len().div_ceil(depth).max(1);
-        let parts: Vec<Result<Vec<_>, VolumeError>> = std::thread::scope(|scope| {
-            let readers = blocks
-                .chunks(share)
-                .map(|part| scope.spawn(move || part.iter().map(read).collect()));
-            let readers: Vec<_> = readers.collect();
+        let read = |blocks: &[u64], bytes: &mut [u8]| {
+            let places = blocks.iter().zip(bytes.chunks_exact_mut(BLOCK_BYTES));
+            let mut reads = places.map(|(block, bytes)| file.read_exact_at(bytes, BLOCK_BYTES as u64 * (1 + block)));
+            reads.try_for_each(|read| read.map_err(failed))
+        };
+        std::thread::scope(|scope| {
+            let parts = blocks.chunks(share).zip(bytes.chunks_mut(share * BLOCK_BYTES));
+            let readers: Vec<_> = parts
+                .map(|(blocks, bytes)| scope.spawn(move || read(blocks, bytes)))
+                .collect();
             let joined = readers.into_iter().map(|reader| reader.join());
             joined
                 .map(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
-        });
-        let mut all = HashMap::with_capacity(blocks.len());
-        for part in parts {
-            all.extend(part?);
-        }
-        Ok(all)
+                .collect::<Result<(), _>>()
+        })?;
+        Ok(bytes)
     }
 }
 
@@ -293,22 +407,28 @@ impl NgramTable for Volume {
         if let Some(&row) = rows.iter().find(|row| **row >= all) {
             return Err(VolumeError::Row { row, rows: all });
         }
-        let blocks = match &self.rows {
-            Rows::Bytes(_) => HashMap::new(),
-            Rows::File { file, depth } => self.read_blocks(file, *depth, rows)?,
-        };
-        for (&row, out) in rows.iter().zip(out.chunks_exact_mut(row_bytes)) {
-            let offset = self.geometry.offset(row) as usize;
-            let codes = match &self.rows {
-                Rows::Bytes(map) => &map[offset..offset + row_bytes],
-                Rows::File { .. } => {
-                    let block = &blocks[&(row / self.geometry.rows_per_block())];
-                    &block[offset % BLOCK_BYTES..][..row_bytes]
-                }
-            };
-            decode_row(row, codes, self.scale, out)?;
+        let mut codes = vec![0; rows.len() * row_bytes];
+        let missing = self.memory.take(rows, &mut codes);
+        if missing.len() == rows.len() {
+            self.fetch(rows, &mut codes)?;
+        } else if !missing.is_empty() {
+            let wanted: Vec<u64> = missing.iter().map(|index| rows[*index]).collect();
+            let mut read = vec![0; wanted.len() * row_bytes];
+            self.fetch(&wanted, &mut read)?;
+            for (index, read) in missing.iter().zip(read.chunks_exact(row_bytes)) {
+                codes[index * row_bytes..][..row_bytes].copy_from_slice(read);
+            }
         }
-        Ok(())
+        self.memory.keep(rows, &codes, &missing);
+        rows.par_iter()
+            .zip(codes.par_chunks_exact(row_bytes))
+            .zip(out.par_chunks_exact_mut(row_bytes))
+            .with_min_len(256)
+            .try_for_each(|((row, codes), out)| decode_row(*row, codes, self.scale, out))
+    }
+
+    fn statistics(&self) -> CacheStatistics {
+        self.memory.statistics()
     }
 }
 
