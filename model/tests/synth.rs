@@ -119,6 +119,43 @@ fn formats_and_permissions_are_those_of_the_official_recipes() {
     }
 }
 
+/// Bytes of the published Qwen3.8-Flash-Next: banks of experts, token embedding, everything else.
+#[test]
+fn flash_next_has_the_published_sizes() {
+    for (recipe, dense) in [
+        ("qwen3_8_flash_next_nvfp4", 8_624_005_634u64),
+        ("qwen3_8_flash_next_nvfp4_dense8", 5_120_655_874),
+        ("qwen3_8_flash_next_nvfp4_orcarouter", 4_557_521_410),
+    ] {
+        let options = SynthOptions {
+            ngram_base: Some(Preset::PUBLISHED_NGRAM_BASE),
+            ..options("qwen3.8-flash-next", recipe)
+        };
+        let (plan, config) = (options.plan().expect("plans"), options.config());
+        let bytes = |role: &str| -> u64 {
+            let parents = plan.parents.iter().filter(|parent| parent.members[0].role == role);
+            parents.map(|parent| parent.bytes).sum()
+        };
+        let (banks, embedding) = (bytes("moe/experts"), bytes("token_embedding"));
+        assert_eq!((banks, embedding), (67_948_019_712, 1_271_398_400), "{recipe}");
+        let all: u64 = plan.parents.iter().map(|parent| parent.bytes).sum();
+        assert_eq!(all - banks - embedding, dense, "{recipe}");
+        assert!(plan.activation_divisors.is_empty(), "{recipe}");
+        let dims = config.flash_next.expect("a model of this kind");
+        let geometry = dims.geometry(config.vocab_size);
+        assert_eq!((geometry.rows, geometry.file_bytes()), (320_001_536, 52_429_058_048));
+        // One table for every recipe and number of layers.
+        let fewer = SynthOptions {
+            layers: Some(8),
+            ..options
+        };
+        assert_eq!(
+            fewer.config().flash_next.and_then(|dims| dims.volume_id),
+            dims.volume_id
+        );
+    }
+}
+
 #[test]
 fn every_recipe_gives_words_that_the_reader_accepts_at_the_scale_of_trained_weights() {
     let directory = tempfile::tempdir().expect("a directory");

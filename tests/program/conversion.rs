@@ -206,7 +206,19 @@ fn random_artifacts_are_inspected_and_scored() {
     };
     refuse("--recipe q4 --preset qwen3.5-1b", "qwen3.8-27b");
     refuse("--recipe q7 --preset demo", "qwen3_8_27b_nvfp4");
-    refuse("--recipe q4 --preset demo --layers 0", "at least 1");
-    refuse("--recipe q4 --preset demo --layers 5000", "at most 1024");
+    refuse("--recipe q4 --preset demo --layers 0", "from 1 to 1024");
+    refuse("--recipe q4 --preset demo --layers 5000", "from 1 to 1024");
     refuse("--recipe q4 --preset demo", "tests/data/demo.ninfer");
+    refuse("--preset demo", "no recipe given");
+    refuse(
+        "--recipe q4 --preset demo --ngram-base 5000",
+        "--ngram-base is not for --preset demo",
+    );
+    let flash_next = "--recipe qwen3_8_flash_next_nvfp4 --preset qwen3.8-flash-next";
+    refuse(&format!("{flash_next} --layers 1"), "from 2 to 1024");
+    refuse(&format!("{flash_next} --ngram-base 5"), "from 1000 to 20000000");
+    for option in ["--recipe q4", "--layers 4", "--seed 1", "--ngram-base 5000"] {
+        let expected = "is not for --preset flash-next-tiny";
+        refuse(&format!("--preset flash-next-tiny {option}"), expected);
+    }
 }

@@ -70,7 +70,7 @@ pub(super) fn bank(source: &CheckpointSource, parent: &Parent) -> Result<Vec<u8>
     })
 }
 
-fn quantise(name: &str, values: &[f32]) -> Result<Words, ConvertError> {
+pub(crate) fn quantise(name: &str, values: &[f32]) -> Result<Words, ConvertError> {
     if let Some(element) = values.iter().position(|value| !value.is_finite()) {
         return Err(ConvertError::NotFinite {
             parameter: name.into(),
@@ -121,7 +121,7 @@ pub(super) fn is_bank(parent: &Parent) -> bool {
 }
 
 /// The id of the volume: from what the source's files hold, so that equal sources have equal volumes.
-pub(super) fn volume_id(source: &CheckpointSource) -> [u8; 16] {
+pub(crate) fn volume_id(source: &CheckpointSource) -> [u8; 16] {
     let hashes = source.file_hashes();
     let digest = hashes
         .iter()

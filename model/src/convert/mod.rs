@@ -27,7 +27,7 @@ mod own_mix;
 mod plan;
 mod recipe;
 
-pub(crate) use flash_next::Words;
+pub(crate) use flash_next::{Words, quantise, volume_id};
 pub use own_mix::RecipeError;
 pub use plan::{Parent, Plan};
 pub use recipe::{Encoding, Recipe};
@@ -202,7 +202,8 @@ pub fn convert(
     let name = options.name.clone().unwrap_or_else(|| source.name().into());
 
     let mut writer = Writer::new(options.writer);
-    let layout = declare(&mut writer, Some(&source), &config, &plan, &resources)?;
+    let input_scales = |parent: &Parent| flash_next::input_scales(&source, parent);
+    let layout = declare(&mut writer, &input_scales, &config, &plan, &resources)?;
     writer.metadata_mut().insert("name".into(), name.as_str().into());
     *writer.provenance_mut() = provenance(&source, &options.recipe, &notes);
     if !options.calibration.is_null() {
@@ -273,11 +274,11 @@ pub(crate) struct Declared {
     pub(crate) input_scales: Vec<(usize, Vec<f32>)>,
 }
 
-/// Declares resources, parents and divisors in this order; binds every parameter; adds every Use. Banks of experts take
-/// their input scales from `source`.
+/// Declares resources, parents, divisors and input scales in this order; binds every parameter; adds every Use. A bank of
+/// experts permits 4-bit activations if there are `input_scales` for it.
 pub(crate) fn declare(
     writer: &mut Writer,
-    source: Option<&CheckpointSource>,
+    input_scales: &dyn Fn(&Parent) -> Option<Vec<f32>>,
     config: &TextConfig,
     plan: &Plan,
     resources: &[(&'static str, Vec<u8>)],
@@ -333,7 +334,7 @@ pub(crate) fn declare(
 
     let mut four_bit_banks = HashSet::new();
     for parent in plan.parents.iter().filter(|parent| flash_next::is_bank(parent)) {
-        if let Some(scales) = source.and_then(|source| flash_next::input_scales(source, parent)) {
+        if let Some(scales) = input_scales(parent) {
             let name = &parent.members[0].name;
             let scales_name = name.replace("experts", "expert_input_scales");
             let object = writer.declare_tensor(&scales_name, Format::Fp32, &[parent.shape[0], 3], 1)?;

@@ -20,7 +20,7 @@ use rayon::prelude::*;
 /// Rows and columns of a unit.
 pub const UNIT: usize = 16;
 /// Bytes of a unit: 128 of codes, 16 of scales.
-const UNIT_BYTES: usize = 144;
+pub(crate) const UNIT_BYTES: usize = 144;
 /// Code bytes of a unit.
 const UNIT_CODES: usize = 128;
 /// Alignment of the records.

@@ -6,7 +6,8 @@
 
 use rayon::prelude::*;
 
-use crate::convert::Encoding;
+use crate::convert::{ConvertError, Encoding, quantise};
+use crate::formats::nvfp4_expert::{self, MatrixWords, Projection, UNIT_BYTES};
 use crate::formats::{self, Format, FormatError, Layout, grouped, nvfp4};
 
 /// Standard deviation of the weights, that of trained matrices of this family.
@@ -135,7 +136,7 @@ impl Pool {
     /// Draws the matrix `[rows, columns]` that belongs to `seed` and hands its bytes over in pieces.
     ///
     /// # Errors
-    /// When the columns are no multiple of 128, or those of `append`.
+    /// When the columns are no multiple of 64 (nvfp4: 128), or those of `append`.
     pub(super) fn write<E: From<FormatError>>(
         &self,
         format: Format,
@@ -147,10 +148,19 @@ impl Pool {
             return Err(FormatError::shape(format, shape, "a matrix").into());
         };
         let (rows, columns) = (rows as usize, columns as usize);
-        if !columns.is_multiple_of(POOL_COLUMNS) {
-            return Err(FormatError::shape(format, shape, "a multiple of 128 columns").into());
+        let least = match format.layout() {
+            Layout::BlockScaleK16M128x4V1 => POOL_COLUMNS,
+            _ => UNIT,
+        };
+        if !columns.is_multiple_of(least) {
+            return Err(FormatError::shape(format, shape, "a multiple of 64 columns, of 128 in nvfp4").into());
         }
-        let units = rows * (columns / UNIT);
+        // Grouped formats pad rows to their pool's width; the padding is zero.
+        let per_row = match format.layout() {
+            Layout::RowSplitK128V1 => columns.next_multiple_of(POOL_COLUMNS) / UNIT,
+            _ => columns / UNIT,
+        };
+        let units = rows * per_row;
         let mut written = 0usize;
         let mut buffer = Vec::new();
         for plane in &self.planes {
@@ -163,12 +173,84 @@ impl Pool {
             let per_piece = PIECE / plane.width;
             for first in (0..words).step_by(per_piece) {
                 buffer.resize(per_piece.min(words - first) * plane.width, 0);
-                plane.fill(seed, columns / UNIT, first, &mut buffer);
+                plane.fill(seed, per_row, first, &mut buffer);
+                if per_row > columns / UNIT {
+                    for (at, word) in buffer.chunks_exact_mut(plane.width).enumerate() {
+                        if (first + at) % per_row >= columns / UNIT {
+                            word.fill(0);
+                        }
+                    }
+                }
                 append(&buffer)?;
             }
             written += gap + words * plane.width;
         }
         append(&self.tail)
+    }
+}
+
+/// Encoded units of banks of experts, 16 rows by 16 columns with their scales, all under one multiplier.
+pub(super) struct ExpertPool {
+    /// [`UNIT_BYTES`] each.
+    units: Vec<u8>,
+    multiplier: f32,
+}
+
+impl ExpertPool {
+    pub(super) fn new(seed: u64) -> Result<Self, ConvertError> {
+        // One expert whose three matrices are as many units as any pool has.
+        let shape = [1, 1024, 352];
+        let geometry = nvfp4_expert::Geometry::new(&shape)?;
+        let sizes = Projection::ALL.map(|projection| {
+            let (rows, columns) = geometry.matrix(projection);
+            rows * columns
+        });
+        let values: Vec<f32> = (0..sizes.iter().sum())
+            .into_par_iter()
+            .map(|at: usize| DEVIATION * normal(seed, at as u64))
+            .collect();
+        let words = quantise("the pool of experts", &values)?;
+        let first = |projection: Projection| sizes[..projection as usize].iter().sum::<usize>();
+        let bank = nvfp4_expert::pack::<FormatError>(&shape, |_, projection| {
+            let elements = first(projection)..first(projection) + sizes[projection as usize];
+            Ok(MatrixWords {
+                codes: &words.codes[elements.start / 2..elements.end / 2],
+                scales: &words.scales[elements.start / nvfp4_expert::UNIT..elements.end / nvfp4_expert::UNIT],
+                multiplier: words.multiplier,
+            })
+        })?;
+        Ok(Self {
+            units: bank[..geometry.record_bytes].to_vec(),
+            multiplier: words.multiplier,
+        })
+    }
+
+    /// Draws the bank `[E, H, I]` that belongs to `seed` and hands its bytes over expert by expert.
+    ///
+    /// # Errors
+    /// When the shape is not one of a bank, or those of `append`.
+    pub(super) fn write<E: From<FormatError>>(
+        &self,
+        shape: &[u64],
+        seed: u64,
+        mut append: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let geometry = nvfp4_expert::Geometry::new(shape)?;
+        let pool = self.units.as_chunks::<UNIT_BYTES>().0;
+        let mut record = vec![0; geometry.stride];
+        for expert in 0..geometry.experts {
+            let units = record[..geometry.record_bytes].as_chunks_mut::<UNIT_BYTES>().0;
+            let first = expert * units.len();
+            units
+                .par_iter_mut()
+                .with_min_len(TASK)
+                .enumerate()
+                .for_each(|(at, unit)| {
+                    *unit = pool[random(seed, (first + at) as u64) as usize % pool.len()];
+                });
+            append(&record)?;
+        }
+        append(&self.multiplier.to_le_bytes().repeat(3 * geometry.experts))
     }
 }
 
@@ -229,6 +311,77 @@ mod tests {
         let (mean, variance) = (sum / count as f64, squares / count as f64);
         // Five standard errors of the mean (1/256) and of the variance (sqrt 2 / 256).
         assert!(mean.abs() < 0.02 && (variance - 1.0).abs() < 0.03, "{mean} {variance}");
+    }
+
+    fn deviation(values: &[f32]) -> f64 {
+        let squares = values.iter().map(|x| f64::from(*x).powi(2));
+        (squares.sum::<f64>() / values.len() as f64).sqrt()
+    }
+
+    #[test]
+    fn rows_that_a_format_pads_end_in_zeros() {
+        let q8 = Encoding {
+            format: Format::Q8G32Fp16,
+            method: formats::EncodeMethod::GroupedAbsmax,
+        };
+        let (rows, columns) = (96usize, 320usize);
+        let shape = [rows as u64, columns as u64];
+        let mut bytes = Vec::new();
+        let pool = Pool::new(q8, 5).unwrap();
+        pool.write::<FormatError>(q8.format, &shape, 9, |piece| {
+            bytes.extend_from_slice(piece);
+            Ok(())
+        })
+        .unwrap();
+        let geometry = grouped::Geometry::new(q8.format, &shape).unwrap();
+        // Rows of 384 codes, of which the last 64 are padding.
+        for row in bytes[..rows * 384].chunks(384) {
+            assert!(row[..320].iter().any(|code| *code != 0) && row[320..].iter().all(|code| *code == 0));
+        }
+        for row in bytes[geometry.scale_offset..].chunks(2 * 384 / 32) {
+            assert!(row[20..].iter().all(|byte| *byte == 0));
+        }
+        let mut values = vec![0.0; rows * columns];
+        let elements = 0..values.len() as u64;
+        formats::decode(q8.format, q8.format.layout(), &shape, 1, &bytes, elements, &mut values).unwrap();
+        assert!((deviation(&values) - 0.02).abs() < 0.001, "{}", deviation(&values));
+    }
+
+    #[test]
+    fn banks_of_experts_decode_to_weights_of_the_usual_size() {
+        let shape = [3, 64, 48];
+        let geometry = nvfp4_expert::Geometry::new(&shape).unwrap();
+        let mut bytes = Vec::new();
+        let pool = ExpertPool::new(5).unwrap();
+        let mut write = |seed| {
+            bytes.clear();
+            pool.write::<FormatError>(&shape, seed, |piece| {
+                bytes.extend_from_slice(piece);
+                Ok(())
+            })
+            .unwrap();
+            bytes.clone()
+        };
+        let bank = write(1);
+        assert_eq!(bank.len() as u64, geometry.size);
+        assert_eq!(write(1), bank);
+        assert_ne!(write(2), bank);
+        for expert in 0..3 {
+            let record = &bank[expert * geometry.stride..][..geometry.stride];
+            assert!(record[geometry.record_bytes..].iter().all(|byte| *byte == 0));
+            for projection in Projection::ALL {
+                let (rows, columns) = geometry.matrix(projection);
+                let mut values = vec![0.0; rows * columns];
+                let at = geometry.multiplier_offset(expert, projection);
+                let multiplier = f32::from_le_bytes(bank[at..at + 4].try_into().unwrap());
+                nvfp4_expert::decode_record(&geometry, record, projection, multiplier, &mut values).unwrap();
+                assert!((deviation(&values) - 0.02).abs() < 0.002, "{}", deviation(&values));
+            }
+        }
+        assert_ne!(
+            bank[..geometry.record_bytes],
+            bank[geometry.stride..][..geometry.record_bytes]
+        );
     }
 
     #[test]

@@ -3,7 +3,10 @@
 //! All have 256-wide attention heads of which a quarter rotates, 128-wide delta-net heads, a convolution over 4 tokens,
 //! and full attention in every fourth layer.
 
-use crate::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig};
+use crate::config::{
+    AttentionConfig, DeltaNetConfig, FeedForwardConfig, FlashNextConfig, IndexerConfig, LayerType, MoeConfig,
+    NgramConfig, OutputGate, PleConfig, TextConfig,
+};
 
 /// Every how many layers one is full attention; it is the last of its group.
 const FULL_ATTENTION_INTERVAL: usize = 4;
@@ -27,11 +30,18 @@ pub struct Preset {
     /// Rows of the embedding, and ids that the tokenizer has.
     vocabulary: (usize, usize),
     positions: usize,
+    /// Whether it is Qwen3.8-Flash-Next, of which there is one geometry.
+    flash_next: bool,
 }
 
 impl Preset {
+    /// The published lower bound of every head's rows of the n-gram table: 320,001,536 rows, a volume of 52.4 GB.
+    pub const PUBLISHED_NGRAM_BASE: u64 = 20_000_000;
+    /// The same unless told otherwise: a volume of 2.6 GB.
+    pub const NGRAM_BASE: u64 = 1_000_000;
+
     /// Every preset, from small to large.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         // The demo model's: small enough for a test.
         Self {
             vocabulary: (8320, 8195),
@@ -50,6 +60,16 @@ impl Preset {
                 shared_expert_intermediate_size: 512,
             }),
             ..Self::dense("qwen3.6-35b-a3b", 40, 2048, (16, 2), (16, 32), 0, false)
+        },
+        Self {
+            feed_forward: FeedForwardConfig::Moe(MoeConfig {
+                num_experts: 512,
+                num_experts_per_tok: 10,
+                moe_intermediate_size: 640,
+                shared_expert_intermediate_size: 640,
+            }),
+            flash_next: true,
+            ..Self::dense("qwen3.8-flash-next", 48, 2560, (24, 2), (16, 48), 0, false)
         },
     ];
 
@@ -72,6 +92,7 @@ impl Preset {
             tied,
             vocabulary: PUBLISHED_VOCABULARY,
             positions: 262_144,
+            flash_next: false,
         }
     }
 
@@ -85,8 +106,19 @@ impl Preset {
         self.vocabulary.1
     }
 
-    /// The configuration with this many layers.
-    pub fn config(&self, layers: usize) -> TextConfig {
+    /// Whether its artifacts have an n-gram volume beside them.
+    pub fn has_ngrams(&self) -> bool {
+        self.flash_next
+    }
+
+    /// The fewest layers that a configuration of this kind has.
+    pub fn fewest_layers(&self) -> usize {
+        // N-grams enter in the second one.
+        if self.flash_next { 2 } else { 1 }
+    }
+
+    /// The configuration with this many layers; `ngram_base` bounds every head's rows of an n-gram table from below.
+    pub fn config(&self, layers: usize, ngram_base: u64) -> TextConfig {
         let kind = |layer: usize| match (layer + 1) % FULL_ATTENTION_INTERVAL {
             0 => LayerType::FullAttention,
             _ => LayerType::LinearAttention,
@@ -114,7 +146,37 @@ impl Preset {
                 conv_kernel_dim: 4,
             }),
             feed_forward: self.feed_forward.clone(),
-            flash_next: None,
+            flash_next: self.flash_next.then(|| Box::new(flash_next(ngram_base))),
         }
+    }
+}
+
+/// What the published Qwen3.8-Flash-Next has beyond the family.
+fn flash_next(ngram_base: u64) -> FlashNextConfig {
+    FlashNextConfig {
+        streams: 4,
+        low_rank: 320,
+        indexer: IndexerConfig {
+            num_heads: 4,
+            head_dim: 128,
+            budget: 2048,
+            ratio: 4,
+        },
+        output_gate: OutputGate::Sigmoid,
+        ple: PleConfig {
+            layer: 1,
+            embed_dim: 2560,
+            conv_kernel_size: 4,
+        },
+        ngram: NgramConfig {
+            size: 3,
+            heads_per_order: 8,
+            vocab_base: ngram_base,
+            divisible_by: 128,
+            seed: 1234,
+            parts: 128,
+            eos_token_id: 248_044,
+        },
+        volume_id: None,
     }
 }
