@@ -386,15 +386,18 @@ pub(crate) struct SynthArgs {
     pub(crate) out: PathBuf,
     #[arg(long, value_name = "NAME", help = crate::synth::preset_help())]
     pub(crate) preset: String,
-    /// A recipe's name, or a TOML file with an own mix
+    /// A recipe's name, or a TOML file with an own mix; flash-next-tiny has one of its own
     #[arg(long, value_name = "NAME|FILE")]
-    pub(crate) recipe: String,
+    pub(crate) recipe: Option<String>,
     /// Number of layers; every fourth is full attention [default: the geometry's]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) layers: Option<u32>,
-    /// Chooses the weights
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub(crate) seed: u64,
+    /// Least rows of each of the 16 heads of an n-gram table; published are 20000000, 52.4 GB [default: 1000000]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) ngram_base: Option<u32>,
+    /// Chooses the weights [default: 0]
+    #[arg(long, value_name = "N")]
+    pub(crate) seed: Option<u64>,
     /// The artifact or checkpoint whose tokenizer to use [default: the demo model]
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     pub(crate) tokenizer: Option<PathBuf>,

@@ -87,6 +87,10 @@ pub(crate) enum UsageError {
     NoDemo { missing: &'static str },
     #[error("--calibrate is for recipes with 4-bit activations; {recipe} permits none")]
     NothingToCalibrate { recipe: String },
+    #[error("no recipe given: pass --recipe NAME or FILE")]
+    NoRecipe,
+    #[error("{option} is not for --preset {preset}")]
+    NotForPreset { option: &'static str, preset: &'static str },
     #[error("{0:?} exists already; an artifact is never overwritten")]
     ArtifactExists(PathBuf),
     #[error("{what} {path:?} does not exist")]
@@ -316,7 +320,8 @@ impl ScoreOptions {
             evaluation.logits_reference.as_deref().map(|path| ("--kl-base", path)),
             evaluation.kl_hidden.as_deref().map(|path| ("--kl-hidden", path)),
         ];
-        let read: Vec<Named<'_>> = read.into_iter().flatten().chain(others.iter().copied()).collect();
+        let read = read.into_iter().flatten().chain(self.flash_next.inputs());
+        let read: Vec<Named<'_>> = read.chain(others.iter().copied()).collect();
         let report = self.output.as_ref().map(|folder| folder.join(FILE_NAME));
         let report = report.as_deref().map(|path| ("the report", path));
         let written: Vec<Named<'_>> = report.into_iter().chain(self.outputs()).collect();
@@ -342,7 +347,7 @@ impl ScoreOptions {
                 .map(|save| ("--save-hidden", save.path.as_path())),
             self.resume.as_deref().map(|path| ("--resume", path)),
         ];
-        written.into_iter().flatten().collect()
+        written.into_iter().flatten().chain(self.flash_next.output()).collect()
     }
 }
 

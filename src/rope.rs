@@ -21,8 +21,6 @@ pub(crate) enum RopeUsageError {
     },
     #[error("--rope-scaling-original-context 0 is out of range: at least 1")]
     NoOriginalContext,
-    #[error("rotary extensions are not in this build for Qwen3.8-Flash-Next")]
-    FlashNext,
     #[error("--context {context} is more than the model's {positions} positions{hint}")]
     BeyondPositions {
         context: usize,
@@ -75,12 +73,9 @@ impl Rope {
     /// The extension for windows of `context` tokens.
     ///
     /// # Errors
-    /// When the model takes none, or such a window goes beyond the positions that the extension gives the model.
+    /// When such a window goes beyond the positions that the extension gives the model.
     pub(crate) fn extension(self, config: &TextConfig, context: usize) -> Result<RopeExtension, RopeUsageError> {
         let native = config.max_position_embeddings;
-        if self != Self::Native && config.flash_next.is_some() {
-            return Err(RopeUsageError::FlashNext);
-        }
         let extension = match self {
             // A factor of 1 is native RoPE, bit for bit.
             Self::Native | Self::Yarn(1.0) | Self::Linear { factor: 1.0, .. } => RopeExtension::None,

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use clap::ValueEnum;
 use perplexity_eval::report::Settings;
-use perplexity_model::config::TextConfig;
 use perplexity_model::route::{ROUNDING_CONTRACT, Route, TRANSFORMERS};
 
 use crate::args::{RouteArgs, ScoreArgs};
@@ -28,8 +27,6 @@ pub(crate) enum RouteUsageError {
     },
     #[error("--lossless adds no loss: {option} would; --reference applies the losses that are asked for")]
     Loss { option: &'static str },
-    #[error("--{route} for Qwen3.8-Flash-Next is not in this build")]
-    FlashNext { route: &'static str },
     #[error("--{route} does not run on --device {device}: {why}; pass --device flex or ndarray")]
     Device {
         route: &'static str,
@@ -100,6 +97,7 @@ impl Numerics {
             (args.device.embedding_q4, "--embedding-q4"),
             (args.device.embedding_q6, "--embedding-q6"),
             (args.device.gdn_state_fp16, "--gdn-state-fp16"),
+            (args.flash_next.expert_a4_activations, "--expert-a4-activations"),
         ];
         if let Some((_, option)) = losses.iter().find(|(given, _)| *given && route == Route::Lossless) {
             return Err(RouteUsageError::Loss { option });
@@ -109,21 +107,6 @@ impl Numerics {
             _ => SoftmaxRows::Public,
         });
         Ok(Self { route, softmax_rows })
-    }
-
-    /// Checks the route against the model.
-    ///
-    /// # Errors
-    /// When the model is of a kind that the route is not defined for.
-    pub(crate) fn check(self, config: &TextConfig) -> Result<(), RouteUsageError> {
-        match self.route {
-            Route::Lossless | Route::Reference | Route::Reproducible if config.flash_next.is_some() => {
-                Err(RouteUsageError::FlashNext {
-                    route: self.route.name(),
-                })
-            }
-            _ => Ok(()),
-        }
     }
 
     /// Fills in what the report says of the route.

@@ -18,9 +18,9 @@ use perplexity_eval::top_tokens::Provenance;
 use perplexity_eval::{progress, table};
 use perplexity_model::backends;
 use perplexity_model::config::TextConfig;
-use perplexity_model::experts::CacheStatistics;
 use perplexity_model::inspect::Inspection;
 use perplexity_model::memory::Residency;
+use perplexity_model::qwen4_exp::Statistics;
 use perplexity_model::rope::RopeExtension;
 use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Window};
 use perplexity_model::signature::prefill_signature;
@@ -60,7 +60,6 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         .flash_next
         .check(source.config())
         .map_err(UsageError::FlashNext)?;
-    options.numerics.check(source.config()).map_err(UsageError::Route)?;
     options.kv.check(source.config()).map_err(UsageError::Kv)?;
     let tokenizer = TextTokenizer::from_source(source.as_ref(), AddedTokens::Match).map_err(Failure::failed)?;
     let model = Inspection::of_source(&options.artifact, source.as_ref()).map_err(Failure::failed)?;
@@ -79,6 +78,8 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
             "shard {shard} holds none of the {windows} windows: nothing is scored"
         ));
     }
+    let profile = options.flash_next.write_profile(source.config(), &plan);
+    profile.map_err(|error| Failure::failed(format!("--ngram-hot-profile-out: {error}")))?;
     let longest = longest_feed(&plan);
     log.info(options.kv.line(source.config(), longest));
 
@@ -156,7 +157,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         flash_next: options.flash_next.options().clone(),
     };
     let mut scorer = load_model(options.device, source.as_ref(), &scorer_options)?;
-    let cache = Arc::clone(&scorer.cache);
+    let statistics = Arc::clone(&scorer.statistics);
     let load_seconds = load.elapsed().as_secs_f64();
     let speed = bytes((model.bytes as f64 / load_seconds) as u64);
     let size = bytes(model.bytes);
@@ -168,8 +169,8 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     let (results, remembered) = evaluate_plan(prepared, &mut scorer, state, log)?;
     log.clear_progress();
     log.info(progress::complete_line(&results));
-    notes.extend(flash_next::cache_note(
-        *cache.lock().unwrap_or_else(PoisonError::into_inner),
+    notes.extend(flash_next::notes(
+        *statistics.lock().unwrap_or_else(PoisonError::into_inner),
     ));
 
     let info = RunInfo {
@@ -278,7 +279,7 @@ fn output_directory(
 fn load_model(device: Device, source: &dyn TextSource, options: &ScorerOptions) -> Result<Adapter, Failure> {
     Ok(Adapter {
         scorer: load_scorer(source, options, device)?,
-        cache: Arc::default(),
+        statistics: Arc::default(),
     })
 }
 
@@ -306,8 +307,8 @@ pub(crate) fn load_scorer(
 /// The model's scorer behind the evaluation's interface; neither package knows the other.
 struct Adapter {
     scorer: Box<dyn Scorer>,
-    /// How often packed experts were ready so far, for whoever asks while the evaluation holds the scorer.
-    cache: Arc<Mutex<CacheStatistics>>,
+    /// What was ready when needed so far, for whoever asks while the evaluation holds the scorer.
+    statistics: Arc<Mutex<Statistics>>,
 }
 
 impl CausalScorer for Adapter {
@@ -333,7 +334,7 @@ impl CausalScorer for Adapter {
             .scorer
             .score(&windows, &ask)
             .map_err(|error: ModelError| ScoreError(error.into()))?;
-        *self.cache.lock().unwrap_or_else(PoisonError::into_inner) = self.scorer.expert_cache();
+        *self.statistics.lock().unwrap_or_else(PoisonError::into_inner) = self.scorer.statistics();
         let adapt = |scores: perplexity_model::scorer::Scores| WindowScores {
             logprobs: scores.logprobs,
             top_ids: scores.top_ids,

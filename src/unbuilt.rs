@@ -23,7 +23,6 @@ const fn row(heading: &'static str, long: &'static str, value: &'static str, hel
 
 const DEVICE: &str = "Model and device";
 const ROUTE: &str = "Prefill and numerical route";
-const FLASH_NEXT: &str = "Qwen3.8-Flash-Next";
 
 #[rustfmt::skip]
 const ROWS: &[Row] = &[
@@ -32,10 +31,6 @@ const ROWS: &[Row] = &[
     row(ROUTE, "fast-path", "NAME", "Also run this fast path (repeatable)"),
     row(ROUTE, "prefill-cublas", "", "Score through the cuBLAS prefill route"),
     row(ROUTE, "no-prefill-cublas-projections", "", "Keep input projections off the cuBLAS route"),
-    row(FLASH_NEXT, "expert-stripe", "FILE", "Second copy of the experts, on another disk"),
-    row(FLASH_NEXT, "ngram-table", "PATH", "n-gram table for models published without theirs"),
-    row(FLASH_NEXT, "ngram-hot-profile", "PATH", "Rows to keep with ram-hot"),
-    row(FLASH_NEXT, "ngram-ram-mib", "N", "Memory for cached rows"),
 ];
 
 /// The unavailable options that were typed, in table order.

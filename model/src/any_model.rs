@@ -4,9 +4,8 @@ use burn::tensor::Tensor;
 use perplexity_kernels::EvaluatorBackend;
 use perplexity_kernels::backend::{HeadRequest, HeadScores};
 
-use crate::experts::CacheStatistics;
 use crate::qwen3_5::{self, Qwen3_5};
-use crate::qwen4_exp::{self, Qwen4Exp};
+use crate::qwen4_exp::{self, Qwen4Exp, Statistics};
 use crate::scorer::{ModelError, ScorerOptions};
 use crate::source::TextSource;
 
@@ -43,14 +42,11 @@ impl<B: EvaluatorBackend> AnyModel<B> {
     ) -> Result<Self, ModelError> {
         let (config, route, kv) = (source.config(), options.route, options.kv.clone());
         if let Some(dims) = &config.flash_next {
-            if route.is_precise() {
-                return Err(ModelError::NotInThisBuild {
-                    what: "Qwen3.8-Flash-Next in the routes lossless and reference",
-                });
-            }
-            let model = Qwen4Exp::load(source, dims, &options.flash_next, route, device)?;
+            kv.iter().try_for_each(|kv| Qwen4Exp::<B>::check_kv(config, kv))?;
+            let model =
+                Qwen4Exp::load(source, dims, &options.flash_next, route, device)?.with_rope(config, options.rope);
             return Ok(Self::Qwen4Exp(Box::new(match kv {
-                Some(kv) => model.with_kv(config, kv)?,
+                Some(kv) => model.with_kv(kv),
                 None => model,
             })));
         }
@@ -104,11 +100,11 @@ impl<B: EvaluatorBackend> AnyModel<B> {
         }
     }
 
-    /// How often packed routed experts were ready.
-    pub(crate) fn expert_cache(&self) -> CacheStatistics {
+    /// How often packed routed experts and rows of the n-gram table were ready.
+    pub(crate) fn statistics(&self) -> Statistics {
         match self {
-            Self::Qwen3_5(_) => CacheStatistics::default(),
-            Self::Qwen4Exp(model) => model.cache_statistics(),
+            Self::Qwen3_5(_) => Statistics::default(),
+            Self::Qwen4Exp(model) => model.statistics(),
         }
     }
 }

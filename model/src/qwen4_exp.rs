@@ -16,13 +16,14 @@ use std::sync::Arc;
 
 use burn::tensor::{Tensor, TensorData};
 use perplexity_kernels::backend::{BlockSelection, HeadRequest, HeadScores, RotaryTable};
-use perplexity_kernels::ops::rotary;
-use perplexity_kernels::{EvaluatorBackend, Precision};
+use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 use perplexity_kv::attention::Emulation;
 use perplexity_kv::options::KvOptions;
 
+use crate::artifact::Artifact;
+use crate::checkpoint::CheckpointSource;
 use crate::config::{FeedForwardConfig, FlashNextConfig, LayerType, MoeConfig, TextConfig};
-use crate::experts::{CacheStatistics, ExpertStore, Residency};
+use crate::experts::{CacheStatistics, ExpertBank, ExpertStore, Residency};
 use crate::layers::Pass;
 use crate::layers::delta_net::{DeltaNet, DeltaNetState};
 use crate::layers::embedding::Embedding;
@@ -31,19 +32,21 @@ use crate::layers::hyper_connection::{HyperConnection, Mixer, repeat};
 use crate::layers::loader::{LoadOptions, Loader};
 use crate::layers::ngram_injection::{InjectionState, NgramInjection};
 use crate::layers::sparse_attention::{SparseAttention, SparseState};
-use crate::ngram::{Access, Context, NgramHash, NgramTable, Volume, VolumeError};
+use crate::ngram::{CheckpointTable, Context, NgramHash, NgramTable, TableOptions, Volume, VolumeError};
 use crate::parameters::NGRAM_SCALE;
-use crate::route::Route;
+use crate::rope::{RopeExtension, Rotary};
+use crate::route::{Boundary, Route};
 use crate::scorer::ModelError;
 use crate::source::{SourceError, TextSource};
 
 /// How the parts of the model that others do not have are run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct FlashNextOptions {
-    /// The n-gram volume; the artifact's path with `.ngram` appended when absent.
-    pub ngram_volume: Option<PathBuf>,
-    /// How its rows are read.
-    pub ngram_access: Access,
+    /// The n-gram volume, or the checkpoint that the artifact was converted from; the artifact's path with `.ngram` appended
+    /// when absent.
+    pub ngram_table: Option<PathBuf>,
+    /// How a volume's rows are read and kept.
+    pub ngram_rows: TableOptions,
     /// Leaves the injection of n-grams out, which is not the model.
     pub without_ngrams: bool,
     /// Whether the activations of packed routed experts are rounded to 4 bits.
@@ -52,6 +55,17 @@ pub struct FlashNextOptions {
     pub residency: Residency,
     /// Bytes of unpacked experts kept in all, where they are not all resident.
     pub expert_cache_bytes: u64,
+    /// A second copy of the artifact, from which every other expert is read.
+    pub expert_stripe: Option<PathBuf>,
+}
+
+/// What was ready when it was needed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Packed experts.
+    pub experts: CacheStatistics,
+    /// Rows of the n-gram table.
+    pub rows: CacheStatistics,
 }
 
 impl FlashNextOptions {
@@ -68,12 +82,12 @@ impl FlashNextOptions {
             return Ok(None);
         }
         if let Some(table) = source.ngram_table() {
-            return match &self.ngram_volume {
+            return match &self.ngram_table {
                 Some(volume) => Err(ModelError::NgramVolumeOfCheckpoint { path: volume.clone() }),
                 None => Ok(Some(table)),
             };
         }
-        let path = match (&self.ngram_volume, source.artifact()) {
+        let path = match (&self.ngram_table, source.artifact()) {
             (Some(path), _) => path.clone(),
             (None, Some(artifact)) => volume_path(artifact.path()),
             (None, None) => return Err(ModelError::NoNgramTable),
@@ -82,8 +96,27 @@ impl FlashNextOptions {
         let scale = source.load(&scale, &[1])?[0];
         let geometry = dims.geometry(source.config().vocab_size);
         let id = dims.volume_id.ok_or(ModelError::NoNgramTable)?;
-        let volume = Volume::open(&path, geometry, id, scale, self.ngram_access)?;
+        if path.is_dir() {
+            let checkpoint = CheckpointSource::open(&path).map_err(SourceError::from)?;
+            let table = CheckpointTable::new(checkpoint, &path, geometry, id, scale)?;
+            return Ok(Some(Arc::new(table)));
+        }
+        let volume = Volume::open(&path, geometry, id, scale, &self.ngram_rows)?;
         Ok(Some(Arc::new(volume)))
+    }
+
+    /// The second copy of the experts, opened and checked; `None` when there is none.
+    ///
+    /// # Errors
+    /// When a file of it is missing, has another length, or belongs to another artifact.
+    pub fn open_stripe(&self, source: &dyn TextSource) -> Result<Option<Arc<Artifact>>, ModelError> {
+        match (&self.expert_stripe, source.artifact()) {
+            (None, _) => Ok(None),
+            (Some(path), Some(artifact)) => Ok(Some(ExpertBank::open_copy(artifact, path)?)),
+            (Some(_), None) => Err(ModelError::NoBank {
+                option: "a second copy of the experts",
+            }),
+        }
     }
 }
 
@@ -103,7 +136,7 @@ pub struct Qwen4Exp<B: EvaluatorBackend> {
     output_head: B::Weight,
     streams: usize,
     ngrams: Option<Ngrams<B>>,
-    frequencies: Vec<f64>,
+    rotary: Rotary,
     route: Route,
     kv: Option<KvOptions>,
     device: B::Device,
@@ -190,11 +223,17 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
     ) -> Result<Self, ModelError> {
         let config: &TextConfig = source.config();
         let table = options.open_table(source, dims)?;
+        let stripe = options.open_stripe(source)?;
         let as_it_is = LoadOptions::default();
-        // Several of its projections meet float32 rows: no matrix is rounded on loading.
-        let loader = Loader::<B>::new(source, &as_it_is, device).unrounded();
+        // Several of its projections meet float32 rows: no matrix is rounded on loading but for a route of 16-bit weights.
+        let loader = Loader::<B>::new(source, &as_it_is, device)
+            .unrounded()
+            .rounding_to_bf16(route.rounds_weights());
         let blocks = (0..config.layer_types.len())
-            .map(|index| Block::load(&loader, source, dims, options, route, index))
+            .map(|index| {
+                let experts = experts(&loader, source, options, stripe.as_ref(), route, index)?;
+                Block::load(&loader, config, dims, experts, index)
+            })
             .collect::<Result<_, _>>()?;
         let vocabulary = [config.vocab_size, config.hidden_size];
         let ngrams = match table {
@@ -218,9 +257,7 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
             output_head: loader.matrix("output_head", vocabulary)?,
             streams: dims.streams,
             ngrams,
-            frequencies: config.attention.as_ref().map_or_else(Vec::new, |attention| {
-                rotary::frequencies(f64::from(attention.rope_theta), attention.rotary_dim())
-            }),
+            rotary: Rotary::new(config, RopeExtension::None),
             route,
             kv: None,
             device: device.clone(),
@@ -230,25 +267,38 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
     /// Takes other rotary frequencies, one per rotated pair.
     #[must_use]
     pub fn with_rotary_frequencies(mut self, frequencies: Vec<f64>) -> Self {
-        self.frequencies = frequencies;
+        self.rotary.frequencies = frequencies;
         self
     }
 
-    /// The model with its KV cache packed by codecs; `config` is the one it was loaded with.
+    /// The model with its rotary angles extended, the indexer's too; `config` is the one it was loaded with.
+    #[must_use]
+    pub fn with_rope(self, config: &TextConfig, extension: RopeExtension) -> Self {
+        Self {
+            rotary: Rotary::new(config, extension),
+            ..self
+        }
+    }
+
+    /// Checks the codecs of a KV cache against the model of `config`.
     ///
     /// # Errors
-    /// When the options do not fit the attention layers, or choose rows or roundings query by query.
-    pub fn with_kv(self, config: &TextConfig, kv: KvOptions) -> Result<Self, ModelError> {
+    /// When they do not fit the attention layers, or imitate kernels, which are of dense attention.
+    pub fn check_kv(config: &TextConfig, kv: &KvOptions) -> Result<(), ModelError> {
         kv.check(
             &config.attention_layers(),
             config.attention.as_ref().map_or(0, |attention| attention.head_dim),
         )?;
-        if kv.emulation != Emulation::Format {
-            return Err(ModelError::NotInThisBuild {
-                what: "kernel emulation of a KV codec in sparse attention",
-            });
+        match kv.emulation {
+            Emulation::Format => Ok(()),
+            Emulation::Kernel(_) => Err(ModelError::KernelsOfDenseAttention),
         }
-        Ok(Self { kv: Some(kv), ..self })
+    }
+
+    /// The model with its KV cache packed by codecs, which were checked.
+    #[must_use]
+    pub fn with_kv(self, kv: KvOptions) -> Self {
+        Self { kv: Some(kv), ..self }
     }
 
     /// `batch` windows at position 0, each of at most `capacity` tokens.
@@ -256,7 +306,7 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
         let state = |(layer, block): (usize, &Block<B>)| match &block.mixer {
             BlockMixer::Attention(attention) => {
                 let kv = self.kv.as_ref().map(|kv| (kv, layer));
-                BlockState::Attention(attention.state(batch, capacity, kv, &self.frequencies, &self.device))
+                BlockState::Attention(attention.state(batch, capacity, kv, &self.rotary, self.route, &self.device))
             }
             BlockMixer::DeltaNet(delta_net) => BlockState::DeltaNet(delta_net.state(batch, &self.device)),
         };
@@ -268,7 +318,7 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
                 let contexts = vec![ngrams.hash.begin(); batch];
                 (contexts, ngrams.injection.state(batch, &self.device))
             }),
-            rotary: RotaryTable::new(&self.frequencies, 1.0, capacity, &self.device),
+            rotary: self.rotary.table(self.route, capacity, &self.device),
         }
     }
 
@@ -327,7 +377,7 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
 
     /// Scores rows `[rows, streams * hidden]` of the residual streams.
     pub fn score(&self, rows: Tensor<B, 2>, ask: &HeadRequest<'_>) -> HeadScores {
-        B::score_head(self.mix(rows), &self.output_head, ask, Precision::Full)
+        self.at_head().score_head(self.mix(rows), &self.output_head, ask)
     }
 
     /// Logits `[rows, vocab_size]` of rows of the residual streams, all at once.
@@ -337,7 +387,16 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
 
     /// Logits `[rows, vocab_size]` of final mixtures.
     pub fn apply_head(&self, hidden: Tensor<B, 2>) -> Tensor<B, 2> {
-        B::project(hidden.unsqueeze::<3>(), &self.output_head, Precision::Full).squeeze_dim::<2>(0)
+        let logits = self.at_head().project(hidden.unsqueeze::<3>(), &self.output_head);
+        logits.squeeze_dim::<2>(0)
+    }
+
+    /// Logits are float32 in every route.
+    fn at_head(&self) -> Evaluation {
+        Evaluation {
+            to: Precision::Full,
+            ..self.route.on(Boundary::Logits)
+        }
     }
 
     /// The final mixture `[rows, hidden]` of rows of the residual streams.
@@ -347,26 +406,28 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
             .squeeze_dim::<2>(0)
     }
 
-    /// How often packed experts were ready, over all blocks and passes so far.
-    pub fn cache_statistics(&self) -> CacheStatistics {
-        let mut sum = CacheStatistics::default();
+    /// How often packed experts and table rows were ready, over all blocks and passes so far.
+    pub fn statistics(&self) -> Statistics {
+        let mut experts = CacheStatistics::default();
         self.blocks
             .iter()
-            .for_each(|block| sum += block.experts.cache_statistics());
-        sum
+            .for_each(|block| experts += block.experts.cache_statistics());
+        let rows = self.ngrams.as_ref().map(|ngrams| ngrams.table.statistics());
+        Statistics {
+            experts,
+            rows: rows.unwrap_or_default(),
+        }
     }
 }
 
 impl<B: EvaluatorBackend> Block<B> {
     fn load(
         loader: &Loader<'_, B>,
-        source: &dyn TextSource,
+        config: &TextConfig,
         dims: &FlashNextConfig,
-        options: &FlashNextOptions,
-        route: Route,
+        experts: Experts<B>,
         index: usize,
     ) -> Result<Self, ModelError> {
-        let config = source.config();
         let loader = loader.scope(&format!("layers/{index}"));
         let mixer = match (config.layer_types[index], &config.attention, &config.delta_net) {
             (LayerType::FullAttention, Some(attention), _) => {
@@ -381,7 +442,6 @@ impl<B: EvaluatorBackend> Block<B> {
                 return Err(ModelError::MissingDimensions { layer, kind });
             }
         };
-        let experts = experts(&loader, source, options, route, index)?;
         Ok(Self {
             mixer_connection: HyperConnection::load(&loader.scope("attn_hc"), config, dims)?,
             mixer,
@@ -391,11 +451,13 @@ impl<B: EvaluatorBackend> Block<B> {
     }
 }
 
-/// The routed experts of block `index`: packed ones are multiplied as they are, unless nothing is to be rounded.
+/// The routed experts of block `index`. Packed ones are multiplied as they are where the model's boundaries are; a route
+/// without boundaries, or with those of a 16-bit model, decodes them.
 fn experts<B: EvaluatorBackend>(
     loader: &Loader<'_, B>,
     source: &dyn TextSource,
     options: &FlashNextOptions,
+    stripe: Option<&Arc<Artifact>>,
     route: Route,
     index: usize,
 ) -> Result<Experts<B>, ModelError> {
@@ -406,36 +468,37 @@ fn experts<B: EvaluatorBackend>(
         ..
     }) = config.feed_forward
     else {
-        return Ok(Experts::Decoded(Vec::new()));
+        return Ok(Experts::Plain(Vec::new()));
     };
     let bank = source.expert_bank(index)?;
+    let decoded = route == Route::Exact || route.rounds_weights();
     let has_input_scales = bank.as_ref().is_some_and(|bank| bank.input_scales(0).is_some());
-    if options.four_bit_experts && (!has_input_scales || route == Route::Exact) {
+    if options.four_bit_experts && (!has_input_scales || decoded) {
         return Err(ModelError::FourBitExperts { layer: index });
     }
-    match bank {
-        Some(bank) if route == Route::Exact => {
-            let experts = (0..num_experts).map(|expert| Matrices::unpacked(&bank, expert, loader));
-            experts.collect::<Result<_, _>>().map(Experts::Decoded)
+    let Some(bank) = bank else {
+        if options.residency != Residency::Device {
+            return Err(ModelError::NoBank {
+                option: options.residency.option(),
+            });
         }
-        Some(bank) => {
-            let share = options.expert_cache_bytes / config.layer_types.len() as u64;
-            let store = ExpertStore::new(bank, options.residency, share).map_err(SourceError::from)?;
-            let four_bit = options.four_bit_experts;
-            Ok(Experts::Packed { store, four_bit })
-        }
-        None if options.residency != Residency::Device => Err(ModelError::NoBank {
-            residency: options.residency.name(),
-        }),
-        None => {
-            let loader = loader.scope("moe/experts");
-            let load = |expert: usize| Matrices::load(&loader.scope(&expert.to_string()), config.hidden_size, inner);
-            (0..num_experts)
-                .map(load)
-                .collect::<Result<_, _>>()
-                .map(Experts::Decoded)
-        }
+        let loader = loader.scope(&format!("layers/{index}/moe/experts"));
+        let load = |expert: usize| Matrices::load(&loader.scope(&expert.to_string()), config.hidden_size, inner);
+        return (0..num_experts).map(load).collect::<Result<_, _>>().map(Experts::Plain);
+    };
+    let bank = match stripe {
+        Some(copy) => bank.with_copy(copy)?,
+        None => bank,
+    };
+    let share = options.expert_cache_bytes / config.layer_types.len() as u64;
+    if decoded {
+        let store = Matrices::decoded(bank, options.residency, share, loader);
+        return Ok(Experts::Decoded(store.map_err(SourceError::from)?));
     }
+    Ok(Experts::Integer {
+        store: ExpertStore::integers(bank, options.residency, share).map_err(SourceError::from)?,
+        four_bit: options.four_bit_experts,
+    })
 }
 
 impl<B: EvaluatorBackend> Ngrams<B> {

@@ -115,7 +115,17 @@ impl Rotary {
 
     /// Cosines and sines of the first `tokens` positions, as the route has them.
     pub fn table<B: Backend>(&self, route: Route, tokens: usize, device: &B::Device) -> RotaryTable<B> {
-        let positions: Vec<f64> = (0..tokens).map(|index| self.position(index)).collect();
+        self.table_at(route, 0..tokens, device)
+    }
+
+    /// The same of the given tokens of a window.
+    pub fn table_at<B: Backend>(
+        &self,
+        route: Route,
+        tokens: impl Iterator<Item = usize>,
+        device: &B::Device,
+    ) -> RotaryTable<B> {
+        let positions: Vec<f64> = tokens.map(|index| self.position(index)).collect();
         RotaryTable::of(route.angles(&self.frequencies, self.magnitude, &positions), device)
     }
 }

@@ -57,6 +57,11 @@ pub enum Boundary {
     MixProjection,
     /// The activation between a hyper-connection's two projections, and the gated values of the n-gram injection.
     MixActivation,
+    /// Normalised keys and queries on the way to a result of their own: the indexer's before their rotation, the n-gram
+    /// injection's.
+    InnerNorm,
+    /// What experts are chosen and weighted by, the shared one too.
+    Routing,
     /// The residual plus a mixer's or feed-forward's output projection, one rounding for the sum.
     Residual,
     /// Logits.
@@ -88,7 +93,7 @@ impl Route {
             (Self::Exact, _) => Precision::Full,
             (Self::Lossless | Self::LosslessBut(_), Boundary::Logits) => Precision::Full,
             (Self::Lossless | Self::LosslessBut(_), _) => Precision::Bf16,
-            (_, Boundary::DeltaNetControl) => Precision::Full,
+            (_, Boundary::DeltaNetControl | Boundary::InnerNorm | Boundary::Routing) => Precision::Full,
             (_, Boundary::CachedValue) => Precision::F16,
             _ => Precision::Bf16,
         }

@@ -12,11 +12,11 @@ use perplexity_kernels::backend::HeadRequest;
 use perplexity_kv::options::{KvOptions, KvOptionsError};
 
 use crate::any_model::AnyModel;
-use crate::experts::CacheStatistics;
+use crate::experts::ExpertError;
 use crate::formats::{Format, FormatError};
 use crate::layers::loader::LoadOptions;
 use crate::ngram::VolumeError;
-use crate::qwen4_exp::FlashNextOptions;
+use crate::qwen4_exp::{FlashNextOptions, Statistics};
 use crate::rope::RopeExtension;
 use crate::route::Route;
 use crate::rows::{RowError, RowVisitor};
@@ -145,12 +145,18 @@ pub enum ModelError {
         /// The part.
         what: &'static str,
     },
-    /// A residency that needs packed experts.
-    #[error("expert residency {residency} needs packed experts, which an artifact has and a checkpoint has not")]
+    /// An option that needs packed experts.
+    #[error("{option} needs packed experts, which an artifact has and a checkpoint has not")]
     NoBank {
-        /// The residency.
-        residency: &'static str,
+        /// What was asked for.
+        option: &'static str,
     },
+    /// Packed experts, or a second copy of them, that cannot be used.
+    #[error(transparent)]
+    Experts(#[from] ExpertError),
+    /// Kernel emulation of a KV cache with sparse attention.
+    #[error("the kernels that --kv-emulation imitates are of dense attention, and this model's is sparse")]
+    KernelsOfDenseAttention,
     /// A weight that cannot be rounded to the format asked for.
     #[error("{parameter} cannot be rounded to {format}: {source}")]
     Requantise {
@@ -267,9 +273,9 @@ pub trait Scorer: Send {
         Err(ModelError::NoRows)
     }
 
-    /// How often packed routed experts were ready when needed; zeros for a model without such.
-    fn expert_cache(&self) -> CacheStatistics {
-        CacheStatistics::default()
+    /// How often packed experts and rows of an n-gram table were ready when needed; zeros for a model without such.
+    fn statistics(&self) -> Statistics {
+        Statistics::default()
     }
 }
 
@@ -484,8 +490,8 @@ impl<B: EvaluatorBackend> Scorer for WindowScorer<B> {
         self.options.public_tokens
     }
 
-    fn expert_cache(&self) -> CacheStatistics {
-        self.model.expert_cache()
+    fn statistics(&self) -> Statistics {
+        self.model.statistics()
     }
 
     fn score(&mut self, windows: &[Window], ask: &Ask) -> Result<Vec<Scores>, ModelError> {

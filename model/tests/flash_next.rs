@@ -15,12 +15,12 @@ use perplexity_model::bindings::ArtifactSource;
 use perplexity_model::checkpoint::CheckpointSource;
 use perplexity_model::config::TextConfig;
 use perplexity_model::convert::{ConvertOptions, Recipe, convert};
-use perplexity_model::experts::Residency;
+use perplexity_model::experts::{ExpertBank, Residency};
 use perplexity_model::flash_next_tiny::{self, TinyOptions, fnv1a64, weights, words};
 use perplexity_model::formats::Format;
 use perplexity_model::formats::nvfp4_expert::{Projection, for_each_block};
 use perplexity_model::layers::expert_mixture::Choice;
-use perplexity_model::ngram::{Access, NgramHash, NgramTable, Volume, VolumeError, mix64};
+use perplexity_model::ngram::{Access, Kept, NgramHash, NgramTable, TableOptions, Volume, VolumeError, mix64};
 use perplexity_model::parameters::parameters;
 use perplexity_model::qwen4_exp::{FlashNextOptions, Qwen4Exp, Seen, volume_path};
 use perplexity_model::route::Route;
@@ -214,6 +214,51 @@ fn fixture_likelihood_equals_hugging_face() {
             println!("{name} {key}: {got}, {:+.2e}", got - want);
             assert!((got - want).abs() < 1e-2, "{name} {key}: {got}, not {want}");
         }
+    }
+}
+
+/// Hugging Face's bfloat16 model, eager: single roundings flip in either program and spread, and blocks of equal score are
+/// chosen otherwise, so that no bits can be compared behind the first block; likelihoods can.
+#[test]
+fn fixture_likelihood_in_route_lossless_is_that_of_the_bfloat16_model() {
+    let golden = json("fixtures/flash_next/golden.json");
+    let window = Window {
+        tokens: fixture_ids(),
+        first_target: 1,
+    };
+    let source = checkpoint("fixtures/flash_next");
+    for (rows, key) in [
+        ("public_tokens", "bf16_eager_public_total_nll"),
+        ("rows", "bf16_eager_all_total_nll"),
+    ] {
+        let likelihood = |route| {
+            let options = ScorerOptions {
+                route,
+                ..ScorerOptions::new(golden[rows].as_u64().unwrap() as usize)
+            };
+            total_nll(
+                &mut *backends::flex::load(&source, &options).unwrap(),
+                std::slice::from_ref(&window),
+            )
+        };
+        let want = golden[key].as_f64().unwrap();
+        let (lossless, exact) = (likelihood(Route::Lossless), likelihood(Route::Exact));
+        println!(
+            "{key}: lossless {lossless}, {:+.2e}; exact {:+.2e}",
+            lossless - want,
+            exact - want
+        );
+        assert!((lossless - want).abs() < 0.3, "{key}: {lossless}, not {want}");
+    }
+    let golden = tensors("fixtures/flash_next/golden.safetensors");
+    let (ids, want) = (fixture_ids(), &golden["logits_bf16_eager"]);
+    let distance = |route| {
+        let run = run(&model(&source, &FlashNextOptions::default(), route), &ids, ids.len(), 4);
+        let squares = run.logits.iter().zip(want).map(|(a, b)| f64::from(a - b).powi(2));
+        (squares.sum::<f64>() / want.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>()).sqrt()
+    };
+    for route in [Route::Lossless, Route::Reference, Route::Normal, Route::Exact] {
+        println!("{route:?}: logits {:.2e} away", distance(route));
     }
 }
 
@@ -451,6 +496,26 @@ fn the_tiny_model_has_the_boundary_values_in_route_normal() {
     }
 }
 
+/// Between the boundaries in f64, the independent program's values to their last digit.
+#[test]
+fn the_tiny_model_has_the_boundary_values_to_their_digits_in_route_reference() {
+    for (four_bit_experts, golden, nll, what) in [
+        // All 23 together are 5e-4 nats away, at positions of which no logits are stated.
+        (true, BOUNDARY_A4, 2.5e-5, "4-bit"),
+        (false, BOUNDARY_A16, 6e-7, "16-bit"),
+    ] {
+        for residency in [Residency::Device, Residency::Disk] {
+            let options = FlashNextOptions {
+                four_bit_experts,
+                residency,
+                ..FlashNextOptions::default()
+            };
+            let run = tiny_run(TinyOptions::default(), &options, Route::Reference, 24);
+            golden.check(&run, 6e-6, nll, 6e-6, what);
+        }
+    }
+}
+
 #[test]
 fn passes_of_any_size_hand_their_state_over() {
     for route in [Route::Exact, Route::Normal] {
@@ -565,7 +630,7 @@ fn a_volume_that_is_not_the_models_is_refused() {
         dims.geometry(96),
         dims.volume_id.unwrap(),
         0.125,
-        Access::Mapped,
+        &Access::Mapped.into(),
     )
     .unwrap();
     let mut row = [0.0; 12];
@@ -594,19 +659,85 @@ fn rows_are_the_same_however_they_are_read() {
         .map(|i| i * i * 31 % geometry.rows)
         .chain([0, 4063, 341, 340])
         .collect();
-    let read = |access| {
-        let volume = Volume::open(&volume, geometry, dims.volume_id.unwrap(), 0.125, access).unwrap();
+    let open = |options: &TableOptions| Volume::open(&volume, geometry, dims.volume_id.unwrap(), 0.125, options);
+    let read = |volume: &Volume| {
         let mut values = vec![f32::NAN; rows.len() * geometry.row_bytes];
         volume.read(&rows, &mut values).unwrap();
         let error = volume.read(&[3, geometry.rows], &mut values[..24]).unwrap_err();
         assert!(matches!(error, VolumeError::Row { row: 4064, .. }), "{error}");
         values
     };
-    let mapped = read(Access::Mapped);
+    let mapped = read(&open(&Access::Mapped.into()).unwrap());
     for depth in [1, 3, 64] {
-        assert_eq!(read(Access::Reads { depth }), mapped, "{depth} reads");
+        let volume = open(&Access::Reads { depth, direct: false }.into()).unwrap();
+        assert_eq!(read(&volume), mapped, "{depth} reads");
     }
-    assert_eq!(read(Access::Memory { locked: false }), mapped);
+    assert_eq!(read(&open(&Access::Memory { locked: false }.into()).unwrap()), mapped);
+    match open(&Access::Reads { depth: 5, direct: true }.into()) {
+        Ok(volume) => assert_eq!(read(&volume), mapped, "direct reads"),
+        // A file system need not have them.
+        Err(error) => assert!(
+            error.to_string().contains("cannot be read past the page cache"),
+            "{error}"
+        ),
+    }
+
+    // Rows that are kept: the whole table, a few places that many rows share, none.
+    for access in [
+        Access::Mapped,
+        Access::Reads {
+            depth: 3,
+            direct: false,
+        },
+    ] {
+        for (bytes, first_hits, again) in [
+            (1 << 20, 0, Some(rows.len() as u64)),
+            (20 * 7, 0, None),
+            (19, 0, Some(0)),
+        ] {
+            let kept = Kept::Cache { bytes };
+            let volume = open(&TableOptions { access, kept }).unwrap();
+            assert_eq!(read(&volume), mapped, "{bytes} bytes");
+            let first = volume.statistics();
+            assert_eq!(
+                first.hits, first_hits,
+                "all rows of one read are looked for before any is kept"
+            );
+            assert_eq!(read(&volume), mapped, "{bytes} bytes again");
+            if let Some(again) = again {
+                assert_eq!(volume.statistics().hits, again, "{bytes} bytes");
+            }
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let profile = folder.path().join("rows.txt");
+        let wanted: Vec<String> = rows.iter().rev().take(100).map(u64::to_string).collect();
+        std::fs::write(&profile, format!("# rows\n\n{}\n", wanted.join("\n"))).unwrap();
+        for (bytes, most) in [(1 << 20, 100), (20 * 10, 10)] {
+            let kept = Kept::Hot {
+                profile: profile.clone(),
+                bytes,
+                locked: false,
+            };
+            let volume = open(&TableOptions { access, kept }).unwrap();
+            assert_eq!(read(&volume), mapped);
+            let statistics = volume.statistics();
+            assert_eq!(statistics.hits + statistics.misses, rows.len() as u64);
+            let wanted: Vec<u64> = rows.iter().rev().take(most).copied().collect();
+            let looked_up = rows.iter().filter(|row| wanted.contains(row)).count() as u64;
+            assert_eq!(statistics.hits, looked_up, "{bytes} bytes");
+        }
+        for (line, found) in [("4064", "4064"), ("-1", "-1"), ("row", "row")] {
+            std::fs::write(&profile, format!("17\n{line}\n")).unwrap();
+            let kept = Kept::Hot {
+                profile: profile.clone(),
+                bytes: 1 << 20,
+                locked: false,
+            };
+            let error = open(&TableOptions { access, kept }).unwrap_err().to_string();
+            let expected = format!("rows.txt, line 2: {found:?} is no row of the n-gram table, which has 4064");
+            assert!(error.contains(&expected), "{error}");
+        }
+    }
 }
 
 #[test]
@@ -666,6 +797,118 @@ fn experts_give_equal_bits_wherever_they_are_and_across_files() {
 }
 
 #[test]
+fn decoded_experts_are_the_same_wherever_they_are() {
+    for route in [Route::Exact, Route::Lossless] {
+        let with = |residency, expert_cache_bytes| FlashNextOptions {
+            residency,
+            expert_cache_bytes,
+            ..FlashNextOptions::default()
+        };
+        let device = tiny_run(TinyOptions::default(), &with(Residency::Device, 0), route, 24);
+        for residency in [Residency::Host, Residency::Disk] {
+            for cache in [0, 4 * 3 * 4 * 512, 1 << 20] {
+                let run = tiny_run(TinyOptions::default(), &with(residency, cache), route, 24);
+                assert_eq!(run.logits, device.logits, "{} with {cache} bytes", residency.name());
+            }
+        }
+    }
+}
+
+/// A copy of all files of `tiny`, in `folder`.
+fn copy_of(tiny: &Tiny, folder: &Path) -> PathBuf {
+    for entry in std::fs::read_dir(tiny.path.parent().unwrap()).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), folder.join(entry.file_name())).unwrap();
+    }
+    folder.join("tiny.ninfer")
+}
+
+#[test]
+fn every_other_expert_comes_from_the_second_copy() {
+    let (tiny, folder) = (Tiny::new(TinyOptions::default()), tempfile::tempdir().unwrap());
+    let copy = copy_of(&tiny, folder.path());
+    let whole = std::fs::read(&copy).unwrap();
+    let bank = || tiny.source().expert_bank(0).unwrap().unwrap();
+    let open = || {
+        let source = tiny.source();
+        let copy = ExpertBank::open_copy(source.artifact().unwrap(), &copy)?;
+        bank().with_copy(&copy)
+    };
+    let place = |expert: usize| {
+        let record = bank().record(expert).unwrap().into_owned();
+        let found = whole.windows(4096).position(|window| *window == record);
+        found.expect("a record of one file")
+    };
+    let with = |places: &[usize]| {
+        let mut bytes = whole.clone();
+        places.iter().for_each(|at| bytes[*at] ^= 0x11);
+        std::fs::write(&copy, bytes).unwrap();
+    };
+    with(&[place(1), place(2)]);
+    let striped = open().unwrap();
+    assert_ne!(striped.record(1).unwrap(), bank().record(1).unwrap());
+    assert_eq!(striped.record(2).unwrap(), bank().record(2).unwrap());
+
+    let refused = |words: &str| {
+        let error = open().err().expect(words).to_string();
+        assert!(error.contains(words), "{error}");
+    };
+    // The multipliers stand behind the eight records of 4,096 bytes.
+    with(&[place(0) + 8 * 4096]);
+    refused("the multipliers of expert 0 of weight/text/layers/0/moe/experts is");
+    // The artifact id, and a byte of the directory.
+    with(&[20]);
+    refused("the artifact id is");
+    let inside = whole
+        .windows(15)
+        .position(|window| window == b"flash-next-tiny")
+        .unwrap();
+    with(&[inside]);
+    refused("the SHA-256 of the directory is");
+    std::fs::write(&copy, &whole[..whole.len() - 1]).unwrap();
+    refused("the second copy of the experts: ");
+}
+
+#[test]
+fn a_second_copy_changes_no_score_and_has_all_its_files() {
+    // Files of at most 90 KB, so that banks cross from file to file.
+    let mut split = TinyOptions::default();
+    split.writer.volume_limit = 90_000;
+    let (tiny, folder) = (Tiny::new(split), tempfile::tempdir().unwrap());
+    let copy = copy_of(&tiny, folder.path());
+    let run_with = |options: &FlashNextOptions| run(&model(&tiny.source(), options, Route::Normal), &IDS, 8, 4);
+    let alone = run_with(&FlashNextOptions::default());
+    let with = |residency| FlashNextOptions {
+        residency,
+        expert_stripe: Some(copy.clone()),
+        ..FlashNextOptions::default()
+    };
+    for residency in [Residency::Device, Residency::Host, Residency::Disk] {
+        assert_eq!(run_with(&with(residency)).logits, alone.logits, "{}", residency.name());
+    }
+    let source = tiny.source();
+    let dims = source.config().flash_next.clone().unwrap();
+    let refused = || {
+        let options = with(Residency::Disk);
+        let error = Qwen4Exp::<Flex>::load(&source, &dims, &options, Route::Normal, &FlexDevice)
+            .expect_err("not a copy")
+            .to_string();
+        assert!(error.starts_with("the second copy of the experts: "), "{error}");
+    };
+    let parts: Vec<PathBuf> = std::fs::read_dir(folder.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| *path != copy && *path != volume_path(&copy))
+        .collect();
+    let part = parts.first().expect("more than one file");
+    let whole = std::fs::read(part).unwrap();
+    std::fs::write(part, &whole[..whole.len() - 4096]).unwrap();
+    refused();
+    std::fs::remove_file(part).unwrap();
+    refused();
+}
+
+#[test]
 fn a_cache_counts_what_it_had() {
     let tiny = Tiny::new(TinyOptions::default());
     let source = tiny.source();
@@ -677,7 +920,7 @@ fn a_cache_counts_what_it_had() {
         };
         let model = model(&source, &options, Route::Normal);
         run(&model, &IDS, 12, 4);
-        model.cache_statistics()
+        model.statistics().experts
     };
     let device = statistics(Residency::Device, 0);
     assert_eq!(device.misses, 0);
@@ -1039,6 +1282,28 @@ fn a_quantised_checkpoint_keeps_its_words_in_the_artifact_and_the_volume() {
     };
     let scored = |source: &dyn TextSource, route| run(&model(source, &options, route), &IDS, 24, 4).logits;
     assert_eq!(scored(&converted, Route::Normal), scored(&original, Route::Normal));
+    // The checkpoint's own table serves the artifact in place of the volume, and no other model.
+    let with_table = |table: &Path| FlashNextOptions {
+        ngram_table: Some(table.into()),
+        ..options.clone()
+    };
+    std::fs::remove_file(volume_path(&out)).unwrap();
+    let from_checkpoint = run(
+        &model(&converted, &with_table(folder.path()), Route::Normal),
+        &IDS,
+        24,
+        4,
+    );
+    assert_eq!(from_checkpoint.logits, scored(&original, Route::Normal));
+    let dims = original.config().flash_next.clone().unwrap();
+    let error = with_table(folder.path())
+        .open_table(&original, &dims)
+        .err()
+        .expect("another volume id");
+    assert!(
+        error.to_string().contains("the volume id that its files give"),
+        "{error}"
+    );
     let options = FlashNextOptions::default();
     let checkpoint = CheckpointSource::open(folder.path()).unwrap();
     let scored = |source: &dyn TextSource| run(&model(source, &options, Route::Exact), &IDS, 24, 4).logits;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::common::{Dir, number, repository, window_nlls};
+use crate::common::{Dir, number, read_report, repository, window_nlls};
 
 /// One window over the whole text.
 const PROTOCOL: &str = "--context 256 --stride 128 --log-level error";
@@ -64,6 +64,15 @@ fn residency_and_row_access_change_no_score() {
     assert_eq!(options["expert_arithmetic"], "exact integers, 16-bit activations");
     assert_eq!(options["expert_residency"], "device");
     assert_eq!(options["ngram_access"], "disk, mmap");
+    let (profile, stripe) = (dir.path("rows.txt"), dir.path("other-disk/copy.ninfer"));
+    std::fs::create_dir(dir.path("other-disk")).unwrap();
+    std::fs::copy(&model, &stripe).unwrap();
+    let profiled = score(&format!("--ngram-hot-profile-out {}", profile.display()));
+    assert_eq!(window_nlls(&profiled), window_nlls(&device));
+    let profile = profile.display();
+    let hot = format!("--ngram-residency ram-hot --ngram-hot-profile {profile} --ngram-ram-mib 2");
+    let elsewhere = format!("--ngram-table {}", fixture().display());
+    let striped = format!("--expert-stripe {} --expert-residency disk", stripe.display());
     for (options, setting, value) in [
         (
             "--expert-residency host --expert-cache-mib 0",
@@ -77,6 +86,10 @@ fn residency_and_row_access_change_no_score() {
             "ngram_access",
             "disk, buffered, 3 reads in flight",
         ),
+        ("--ngram-ram-mib 1", "ngram_access", "disk, mmap"),
+        (&hot, "ngram_access", "ram-hot, mmap"),
+        (&elsewhere, "ngram_volume", fixture().to_str().unwrap()),
+        (&striped, "expert_stripe", stripe.to_str().unwrap()),
     ] {
         let report = score(options);
         assert_eq!(window_nlls(&report), window_nlls(&device), "{options}");
@@ -87,7 +100,195 @@ fn residency_and_row_access_change_no_score() {
             .iter()
             .any(|note| note.as_str().unwrap().starts_with("expert cache: "));
         assert_eq!(noted, options.contains("expert"), "{options}");
+        let notes = report["notes"].to_string();
+        let in_memory = "n-gram rows in memory: ";
+        assert_eq!(
+            notes.contains(in_memory),
+            options.contains("ram-mib"),
+            "{options}: {notes}"
+        );
+        // The profile has every row that the run looks up.
+        let all = notes.contains("uses were ready, 100.0 %");
+        assert_eq!(all, options.contains("ram-hot"), "{options}: {notes}");
     }
+    // The file system of the test need not have reads past its cache; then the run says so and scores nothing.
+    let out = dir.path("direct");
+    let options = format!("{PROTOCOL} --ngram-io direct --output {}", out.display());
+    let direct = dir.score(&model, &text(), &options);
+    match direct.code {
+        0 => {
+            let report = read_report(&out);
+            assert_eq!(window_nlls(&report), window_nlls(&device));
+            let access = &report["execution"]["options"]["ngram_access"];
+            assert_eq!(access, "disk, direct, 64 reads in flight");
+        }
+        _ => {
+            let words = "cannot be read past the page cache";
+            assert!(direct.stderr.contains(words), "{}", direct.stderr);
+        }
+    }
+}
+
+#[test]
+fn routes_in_f64_say_what_they_did() {
+    let dir = Dir::new();
+    let model = converted(&dir);
+    let exact = dir.report(&fixture(), &text(), &format!("{PROTOCOL} --route exact"));
+    let near = number(&exact, "/overall/mean_nll");
+    for (model, route, arithmetic) in [
+        (&fixture(), "lossless", "f64 products of the checkpoint's weights"),
+        (&fixture(), "reference", "f64 products of the checkpoint's weights"),
+        (&model, "lossless", "f64, decoded weights rounded to bfloat16"),
+        (&model, "reference", "exact integers, 16-bit activations"),
+    ] {
+        let report = dir.report(model, &text(), &format!("{PROTOCOL} --{route}"));
+        assert_eq!(report["execution"]["route"], route);
+        assert_eq!(report["execution"]["options"]["expert_arithmetic"], arithmetic);
+        assert_eq!(report["execution"]["logits_dtype"], "f32");
+        let nll = number(&report, "/overall/mean_nll");
+        assert!((nll - near).abs() < 0.05, "{route}: {nll}, {near} in float32");
+    }
+    // Where decoded experts come from changes nothing either.
+    let score = |options: &str| dir.report(&model, &text(), &format!("{PROTOCOL} --lossless {options}"));
+    let (device, disk) = (score(""), score("--expert-residency disk --expert-cache-mib 1"));
+    assert_eq!(window_nlls(&device), window_nlls(&disk));
+    let refused = |options: &str, words: &str| {
+        let run = dir.score(&model, &text(), &format!("{PROTOCOL} {options}"));
+        assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{options}: {}", run.stderr);
+        assert!(run.stderr.contains(words), "{options}: {}", run.stderr);
+    };
+    refused("--lossless --expert-a4-activations", "--expert-a4-activations would");
+    refused("--kv-emulation kernel", "imitates kernels of dense attention");
+}
+
+#[test]
+fn reproducible_scores_do_not_depend_on_pass_batch_and_threads() {
+    let dir = Dir::new();
+    for model in [fixture(), converted(&dir)] {
+        let score = |options: &str| {
+            let protocol = "--context 70 --stride 35 --log-level error";
+            window_nlls(&dir.report(&model, &text(), &format!("{protocol} --reproducible {options}")))
+        };
+        let alone = score("--batch 1 --threads 1");
+        assert!(alone.len() > 2);
+        for options in [
+            "--batch 3 --threads 2",
+            "--prefill-chunk 128 --batch 2 --threads 1",
+            "--batch 3 --threads 2 --device ndarray",
+        ] {
+            assert_eq!(score(options), alone, "{options}");
+        }
+        let whole =
+            |options: &str| window_nlls(&dir.report(&model, &text(), &format!("{PROTOCOL} --reproducible {options}")));
+        assert_eq!(whole("--prefill-chunk 128"), whole(""));
+    }
+}
+
+/// Attention is sparse from the 36th token on.
+#[test]
+fn every_kind_of_kv_codec_meets_sparse_attention() {
+    let dir = Dir::new();
+    let plain = dir.report(&fixture(), &text(), PROTOCOL);
+    let near = number(&plain, "/overall/mean_nll");
+    for kv in ["int8", "kivi4", "k=int8,v=kivi4"] {
+        let score = |options: &str| {
+            let options = format!("{PROTOCOL} --kv-dtype {kv} {options}");
+            dir.report(&fixture(), &text(), &options)
+        };
+        let whole = score("");
+        assert!((number(&whole, "/overall/mean_nll") - near).abs() < 0.02, "{kv}");
+        assert_ne!(window_nlls(&whole), window_nlls(&plain), "{kv}");
+        assert_eq!(window_nlls(&score("--prefill-chunk 128")), window_nlls(&whole), "{kv}");
+        let reference = score("--reference");
+        assert!((number(&reference, "/overall/mean_nll") - near).abs() < 0.02, "{kv}");
+    }
+}
+
+#[test]
+fn a_second_copy_that_is_none_is_refused_before_scoring() {
+    let dir = Dir::new();
+    let model = converted(&dir);
+    let bytes = std::fs::read(&model).unwrap();
+    let refused = |copy: &[u8], words: &str| {
+        let copy = dir.file("copy.ninfer", copy);
+        for residency in ["device", "disk"] {
+            let options = format!(
+                "--context 256 --stride 128 --expert-stripe {} --expert-residency {residency}",
+                copy.display()
+            );
+            let run = dir.score(&model, &text(), &options);
+            assert_eq!((run.code, run.stdout.as_str()), (1, ""), "{words}: {}", run.stderr);
+            assert!(run.stderr.contains(words), "{words}: {}", run.stderr);
+            assert!(!run.stderr.contains("weights ready"), "{}", run.stderr);
+        }
+    };
+    refused(&bytes[..bytes.len() - 1], "the second copy of the experts: ");
+    refused(&bytes[..20], "the second copy of the experts: ");
+    let mut other = bytes.clone();
+    other[16] ^= 1;
+    refused(&other, "the artifact id is");
+    let missing = format!("{PROTOCOL} --expert-stripe {}", dir.path("none").display());
+    let run = dir.score(&model, &text(), &missing);
+    assert_eq!(run.code, 1, "{}", run.stderr);
+    assert!(
+        run.stderr.contains("the second copy of the experts: "),
+        "{}",
+        run.stderr
+    );
+    let of_checkpoint = format!("{PROTOCOL} --expert-stripe {}", model.display());
+    let run = dir.score(&fixture(), &text(), &of_checkpoint);
+    assert_eq!(run.code, 1, "{}", run.stderr);
+    let words = "which an artifact has and a checkpoint has not";
+    assert!(run.stderr.contains(words), "{}", run.stderr);
+}
+
+#[test]
+fn a_table_of_another_checkpoint_is_refused() {
+    let dir = Dir::new();
+    let model = converted(&dir);
+    for entry in std::fs::read_dir(fixture()).unwrap() {
+        let file = entry.unwrap();
+        let name = file.file_name().into_string().unwrap();
+        let mut bytes = std::fs::read(file.path()).unwrap();
+        if name == "model.safetensors" {
+            *bytes.last_mut().unwrap() ^= 1;
+        }
+        dir.file(&format!("other/{name}"), bytes);
+    }
+    let refused = |table: &Path, code: i32, options: &str, words: &str| {
+        let options = format!("{PROTOCOL} --ngram-table {} {options}", table.display());
+        let run = dir.score(&model, &text(), &options);
+        assert_eq!((run.code, run.stdout.as_str()), (code, ""), "{words}: {}", run.stderr);
+        assert!(run.stderr.contains(words), "{words}: {}", run.stderr);
+    };
+    refused(
+        &dir.path("other"),
+        1,
+        "",
+        "the volume id that its files give of its n-gram table is",
+    );
+    let dense = repository("tests/data/demo_hf");
+    refused(&dense, 1, "", "the number of rows of its n-gram table is 0");
+    refused(&fixture(), 2, "--ngram-io mmap", "--ngram-io is for a volume");
+}
+
+#[test]
+fn the_tiny_model_is_written_inspected_and_scored() {
+    let dir = Dir::new();
+    let out = dir.path("tiny.ninfer");
+    let synth = ["synth", "--preset", "flash-next-tiny", out.to_str().unwrap()];
+    let run = dir.run(synth);
+    assert_eq!((run.code, run.stdout.as_str()), (0, ""), "{}", run.stderr);
+    assert!(run.stderr.contains("tiny.ninfer.ngram | 52.0 KiB"), "{}", run.stderr);
+    let inspected = dir.run(["inspect", out.to_str().unwrap()]);
+    assert!(inspected.stdout.contains("Qwen4ExpForCausalLM"), "{}", inspected.stdout);
+    let words = "A_text_of_printable_characters,_one_token_each:_";
+    let text = dir.file("text.txt", words.repeat(3));
+    let four = dir.report(&out, &text, &format!("{PROTOCOL} --expert-a4-activations"));
+    let sixteen = dir.report(&out, &text, PROTOCOL);
+    assert_ne!(window_nlls(&four), window_nlls(&sixteen));
+    assert_eq!(four["execution"]["expert_a4_activations"], true);
+    assert_eq!(dir.run(synth).code, 2);
 }
 
 #[test]

@@ -46,15 +46,33 @@ fn options_of_flash_next_fit_the_model_and_one_another() {
         ("--no-ngram-table --ngram-volume TEXT", "cannot be used with"),
         ("--no-ngram-table --ngram-lock", "cannot be used with"),
         ("--ngram-lock", "--ngram-lock needs --ngram-residency ram"),
-        ("--ngram-io-depth 8", "--ngram-io-depth needs --ngram-io buffered"),
+        (
+            "--ngram-io-depth 8",
+            "--ngram-io-depth needs --ngram-io buffered or direct",
+        ),
         ("--ngram-io buffered --ngram-io-depth 0", "from 1 to 1024"),
         ("--ngram-io buffered --ngram-io-depth 1025", "from 1 to 1024"),
-        ("--ngram-io direct", "[possible values: mmap, buffered]"),
+        ("--ngram-io pigeon", "[possible values: mmap, buffered, direct]"),
+        ("--ngram-table TEXT --ngram-volume TEXT", "cannot be used with"),
+        ("--ngram-table TEXT", "--ngram-table is for Qwen3.8-Flash-Next"),
+        ("--expert-stripe TEXT", "--expert-stripe is for Qwen3.8-Flash-Next"),
+        (
+            "--ngram-hot-profile TEXT",
+            "--ngram-hot-profile needs --ngram-residency ram-hot",
+        ),
+        (
+            "--ngram-residency ram --ngram-ram-mib 4",
+            "--ngram-ram-mib needs --ngram-residency disk or ram-hot",
+        ),
+        ("--ngram-hot-profile-out TEXT", "--ngram-hot-profile-out \""),
         (
             "--ngram-residency ram --ngram-io mmap",
             "--ngram-io needs --ngram-residency disk",
         ),
-        ("--ngram-residency ram-hot", "[possible values: disk, ram]"),
+        (
+            "--ngram-residency ram-hot",
+            "--ngram-residency ram-hot needs --ngram-hot-profile",
+        ),
     ] {
         let message = refused(&format!("MODEL --text TEXT {options}"));
         assert!(message.contains(words), "{options}: {message}");
@@ -184,7 +202,7 @@ fn a_window_beyond_the_models_positions_is_refused_before_loading() {
 
 #[test]
 fn options_of_later_builds_are_never_ignored() {
-    for option in ["--prefill-cublas", "--ngram-ram-mib 64", "--devices 0,1"] {
+    for option in ["--prefill-cublas", "--fast-path x", "--devices 0,1"] {
         let message = refused(&format!("MODEL --text TEXT {option}"));
         assert!(message.contains("is not in this build"), "{message}");
     }

@@ -165,7 +165,7 @@ impl<B: EvaluatorBackend> DeltaNet<B> {
         let (norm, how) = (self.norm.clone(), route.on(Boundary::GatedNorm));
         let o = match self.output_gate {
             OutputGate::Silu => how.gated_rms_norm(o.0, norm, z, self.eps),
-            OutputGate::Sigmoid => B::sigmoid_gated_rms_norm(o.0, norm, z, self.eps, how.to),
+            OutputGate::Sigmoid => how.sigmoid_gated_rms_norm(o.0, norm, z, self.eps),
         };
         o.reshape([batch, tokens, value_heads * value_dim])
     }

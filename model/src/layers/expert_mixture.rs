@@ -8,18 +8,27 @@
 //!
 //! summed in float32 in the order of the ranks. Gate, up, their product and the outputs exist at the boundaries, unlike in
 //! the family's other mixtures. Rows are gathered expert by expert on the host, which skips experts that no row chose.
+//!
+//! The routes in f64 take products, activations and sums in f64 between the same boundaries. Hugging Face's steps are those
+//! of [`mixture_of_experts::precise`]: weighted outputs and their sums bfloat16, in ascending id.
+//!
+//! [`mixture_of_experts::precise`]: perplexity_kernels::ops::mixture_of_experts::precise
 
 use std::collections::BTreeMap;
 
 use burn::tensor::{Tensor, TensorData};
-use perplexity_kernels::{EvaluatorBackend, Precision};
+use perplexity_kernels::backend::Routing;
+use perplexity_kernels::evaluation::{Arithmetic, Steps};
+use perplexity_kernels::ops::swiglu;
+use perplexity_kernels::{Evaluation, EvaluatorBackend};
 use rayon::prelude::*;
 
 use super::Pass;
 use super::loader::Loader;
+use crate::artifact::ArtifactError;
 use crate::config::{FeedForwardConfig, MoeConfig, TextConfig};
-use crate::experts::arithmetic::silu;
-use crate::experts::{CacheStatistics, ExpertBank, ExpertStore};
+use crate::experts::arithmetic::{IntegerExpert, silu};
+use crate::experts::{CacheStatistics, ExpertBank, ExpertStore, Ready, Residency};
 use crate::formats::nvfp4_expert::Projection;
 use crate::route::Boundary;
 use crate::scorer::ModelError;
@@ -42,12 +51,14 @@ pub struct ExpertMixture<B: EvaluatorBackend> {
 #[allow(clippy::large_enum_variant, reason = "one per block")]
 #[derive(Debug)]
 pub enum Experts<B: EvaluatorBackend> {
-    /// Decoded weights.
-    Decoded(Vec<Matrices<B>>),
+    /// Weights of a checkpoint.
+    Plain(Vec<Matrices<B>>),
+    /// Packed ones, decoded.
+    Decoded(ExpertStore<Matrices<B>>),
     /// Packed ones, multiplied exactly.
-    Packed {
+    Integer {
         /// Where they are.
-        store: ExpertStore,
+        store: ExpertStore<IntegerExpert>,
         /// Whether their activations are rounded to 4 bits.
         four_bit: bool,
     },
@@ -60,6 +71,8 @@ pub struct Matrices<B: EvaluatorBackend> {
     up: B::Weight,
     down: B::Weight,
     inner: usize,
+    /// In float32, at most.
+    bytes: u64,
 }
 
 /// What rows chose: `top_k` ids and weights per row, best first.
@@ -82,37 +95,62 @@ impl<B: EvaluatorBackend> Matrices<B> {
             up: loader.matrix("up", [inner, hidden])?,
             down: loader.matrix("down", [hidden, inner])?,
             inner,
+            bytes: matrices_bytes(hidden, inner),
         })
     }
 
-    /// Those of expert `expert` of a bank, decoded.
+    /// The experts of a bank, decoded when they are needed; see [`ExpertStore::new`].
     ///
     /// # Errors
-    /// When its record cannot be read.
-    pub fn unpacked(bank: &ExpertBank, expert: usize, loader: &Loader<'_, B>) -> Result<Self, ModelError> {
-        let matrix = |projection| -> Result<_, ModelError> {
-            let (rows, columns) = bank.geometry().matrix(projection);
-            let values = bank.load(expert, projection).map_err(SourceError::from)?;
-            Ok(loader.weight(values, [rows, columns]))
-        };
-        Ok(Self {
-            gate: matrix(Projection::Gate)?,
-            up: matrix(Projection::Up)?,
-            down: matrix(Projection::Down)?,
-            inner: bank.geometry().inner,
+    /// As [`ExpertStore::new`].
+    pub fn decoded(
+        bank: ExpertBank,
+        residency: Residency,
+        cache_bytes: u64,
+        loader: &Loader<'_, B>,
+    ) -> Result<ExpertStore<Self>, ArtifactError> {
+        let weight = loader.weights();
+        ExpertStore::new(bank, residency, cache_bytes, move |bank, expert, record| {
+            let matrix = |projection| -> Result<_, ArtifactError> {
+                let (rows, columns) = bank.geometry().matrix(projection);
+                Ok(weight(bank.decode(expert, record, projection)?, [rows, columns]))
+            };
+            let [gate, up, down] = Projection::ALL.map(matrix);
+            Ok(Self {
+                gate: gate?,
+                up: up?,
+                down: down?,
+                inner: bank.geometry().inner,
+                bytes: matrices_bytes(bank.geometry().hidden, bank.geometry().inner),
+            })
         })
     }
 
-    /// The expert's outputs for `x` `[1, rows, hidden]`, every product and the activation rounded to `to`.
-    fn forward(&self, x: Tensor<B, 3>, to: Precision) -> Vec<f32> {
+    /// The expert's outputs for `x` `[1, rows, hidden]`: every product and the activation as `how` has them.
+    fn forward(&self, x: Tensor<B, 3>, how: Evaluation) -> Vec<f32> {
         let device = x.device();
-        let (gate, up) = (
-            host(B::project(x.clone(), &self.gate, to)),
-            host(B::project(x, &self.up, to)),
-        );
-        let product = gate.iter().zip(&up).map(|(g, u)| silu(*g) * u).collect();
-        let product = B::round(tensor::<B>(product, self.inner, &device), to);
-        host(B::project(product, &self.down, to))
+        let (gate, up) = (host(how.project(x.clone(), &self.gate)), host(how.project(x, &self.up)));
+        let product = match how.arithmetic {
+            Arithmetic::Native => {
+                let product = gate.iter().zip(&up).map(|(g, u)| silu(*g) * u).collect();
+                B::round(tensor::<B>(product, self.inner, &device), how.to)
+            }
+            Arithmetic::Precise(steps) => {
+                let [gate, up] = [gate, up].map(|x| x.into_iter().map(f64::from).collect::<Vec<_>>());
+                tensor(
+                    swiglu::precise::activate(&gate, &up, steps, how.to),
+                    self.inner,
+                    &device,
+                )
+            }
+        };
+        host(how.project(product, &self.down))
+    }
+}
+
+impl<B: EvaluatorBackend> Ready for Matrices<B> {
+    fn bytes(&self) -> u64 {
+        self.bytes
     }
 }
 
@@ -146,8 +184,9 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
     /// How often packed experts were ready; nothing for decoded ones.
     pub fn cache_statistics(&self) -> CacheStatistics {
         match &self.experts {
-            Experts::Decoded(_) => CacheStatistics::default(),
-            Experts::Packed { store, .. } => store.statistics(),
+            Experts::Plain(_) => CacheStatistics::default(),
+            Experts::Decoded(store) => store.statistics(),
+            Experts::Integer { store, .. } => store.statistics(),
         }
     }
 
@@ -162,13 +201,14 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
         observe: &mut dyn FnMut(&Choice),
     ) -> Result<Tensor<B, 3>, ModelError> {
         let ([batch, tokens, hidden], device) = (x.dims(), x.device());
-        let to = pass.route.at(Boundary::FeedForward);
-        let choice = self.choose(x.clone());
+        let (how, routing) = (pass.route.on(Boundary::FeedForward), pass.route.on(Boundary::Routing));
+        let choice = Choice::of(routing.route_experts(x.clone(), &self.router, self.top_k));
         observe(&choice);
-        let shares = host(B::project(x.clone(), &self.shared_score, Precision::Full));
-        let shared = self.shared.forward(x.clone().reshape([1, batch * tokens, hidden]), to);
+        let shares = host(routing.project(x.clone(), &self.shared_score));
+        let shared = self.shared.forward(x.clone().reshape([1, batch * tokens, hidden]), how);
         let x = host(x);
         let mut y = vec![0.0; x.len()];
+        let residual = pass.route.on(Boundary::Residual);
         for first in (0..batch * tokens).step_by(TILE) {
             let count = TILE.min(batch * tokens - first);
             let (rows, chosen) = (first * hidden..(first + count) * hidden, first * self.top_k);
@@ -176,30 +216,22 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
                 ids: choice.ids[chosen..][..count * self.top_k].to_vec(),
                 weights: choice.weights[chosen..][..count * self.top_k].to_vec(),
             };
-            let routed = self.routed(&x[rows.clone()], &choice, hidden, to, &device)?;
+            let routed = self.routed(&x[rows.clone()], &choice, hidden, how, &device)?;
+            let chosen = choice
+                .ids
+                .par_chunks(self.top_k)
+                .zip(choice.weights.par_chunks(self.top_k));
             y[rows.clone()]
                 .par_chunks_mut(hidden)
-                .zip(routed.par_chunks(self.top_k * hidden))
-                .zip(choice.weights.par_chunks(self.top_k))
+                .zip(routed.par_chunks(self.top_k * hidden).zip(chosen))
                 .zip(shared[rows].par_chunks(hidden).zip(&shares[first..first + count]))
-                .for_each(|(((y, routed), weights), (shared, share))| {
-                    for (output, weight) in routed.chunks_exact(hidden).zip(weights) {
-                        y.iter_mut().zip(output).for_each(|(y, output)| *y += weight * output);
-                    }
-                    let share = 1.0 / (1.0 + (-share).exp());
-                    y.iter_mut().zip(shared).for_each(|(y, shared)| *y += share * shared);
+                .for_each(|((y, (routed, chosen)), (shared, share))| match residual.arithmetic {
+                    Arithmetic::Native => sum(y, routed, chosen.1, shared, *share),
+                    Arithmetic::Precise(steps) => precise_sum(y, routed, chosen, shared, *share, steps, residual),
                 });
         }
         let y = tensor::<B>(y, hidden, &device).reshape([batch, tokens, hidden]);
-        Ok(B::round(y, pass.route.at(Boundary::Residual)))
-    }
-
-    fn choose(&self, x: Tensor<B, 3>) -> Choice {
-        let routing = B::route_experts(x, &self.router, self.top_k);
-        Choice {
-            ids: routing.experts.into_data().iter::<u32>().collect(),
-            weights: routing.weights.into_data().iter::<f32>().collect(),
-        }
+        Ok(B::round(y, residual.to))
     }
 
     /// The outputs `[rows, top_k, hidden]` of the experts that the rows `x` chose.
@@ -208,7 +240,7 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
         x: &[f32],
         choice: &Choice,
         hidden: usize,
-        to: Precision,
+        how: Evaluation,
         device: &B::Device,
     ) -> Result<Vec<f32>, ModelError> {
         // Places in `[rows, top_k]` by expert, in ascending id.
@@ -216,47 +248,85 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
         for (place, id) in choice.ids.iter().enumerate() {
             places.entry(*id as usize).or_default().push(place);
         }
-        let places: Vec<(usize, Vec<usize>)> = places.into_iter().collect();
-        let gather = |places: &[usize]| -> Vec<f32> {
-            let rows = places.iter().map(|place| place / self.top_k);
+        let (experts, places): (Vec<usize>, Vec<Vec<usize>>) = places.into_iter().unzip();
+        let gather = |at: usize| -> Vec<f32> {
+            let rows = places[at].iter().map(|place| place / self.top_k);
             rows.flat_map(|row| &x[row * hidden..(row + 1) * hidden])
                 .copied()
                 .collect()
         };
         let mut routed = vec![0.0; x.len() * self.top_k];
-        let mut scatter = |places: &[usize], outputs: Vec<f32>| {
-            for (place, output) in places.iter().zip(outputs.chunks_exact(hidden)) {
+        let mut scatter = |at: usize, outputs: Vec<f32>| {
+            for (place, output) in places[at].iter().zip(outputs.chunks_exact(hidden)) {
                 routed[place * hidden..(place + 1) * hidden].copy_from_slice(output);
             }
         };
+        let multiply = |at: usize, expert: &Matrices<B>| expert.forward(tensor(gather(at), hidden, device), how);
         match &self.experts {
-            Experts::Decoded(experts) => {
-                for (expert, places) in &places {
-                    let rows = tensor::<B>(gather(places), hidden, device);
-                    scatter(places, experts[*expert].forward(rows, to));
-                }
+            Experts::Plain(all) => {
+                (experts.iter().enumerate()).for_each(|(at, expert)| scatter(at, multiply(at, &all[*expert])))
             }
-            Experts::Packed { store, four_bit } => {
-                let get = |index: usize| -> Result<_, ModelError> {
-                    let expert = places.get(index).map(|(expert, _)| store.get(*expert));
-                    Ok(expert.transpose().map_err(SourceError::from)?)
+            Experts::Decoded(store) => store.each(&experts, multiply, scatter).map_err(SourceError::from)?,
+            Experts::Integer { store, four_bit } => {
+                let multiply = |at: usize, expert: &IntegerExpert| {
+                    let scales = four_bit.then(|| store.bank().input_scales(experts[at])).flatten();
+                    expert.forward(&gather(at), scales)
                 };
-                let mut current = get(0)?;
-                for (index, (id, places)) in places.iter().enumerate() {
-                    let rows = gather(places);
-                    let scales = four_bit.then(|| store.bank().input_scales(*id)).flatten();
-                    // The next expert is read while this one is multiplied.
-                    let (outputs, next) = rayon::join(
-                        || current.as_ref().map(|expert| expert.forward(&rows, scales)),
-                        || get(index + 1),
-                    );
-                    scatter(places, outputs.unwrap_or_default());
-                    current = next?;
-                }
+                store.each(&experts, multiply, scatter).map_err(SourceError::from)?;
             }
         }
         Ok(routed)
     }
+}
+
+impl Choice {
+    fn of<B: EvaluatorBackend>(routing: Routing<B>) -> Self {
+        Self {
+            ids: routing.experts.into_data().iter::<u32>().collect(),
+            weights: routing.weights.into_data().iter::<f32>().collect(),
+        }
+    }
+}
+
+/// `y` of one row in float32: `routed` `[top_k, hidden]` by weight, in the order of the ranks, then the shared expert.
+fn sum(y: &mut [f32], routed: &[f32], weights: &[f32], shared: &[f32], share: f32) {
+    for (output, weight) in routed.chunks_exact(y.len()).zip(weights) {
+        y.iter_mut().zip(output).for_each(|(y, output)| *y += weight * output);
+    }
+    let share = 1.0 / (1.0 + (-share).exp());
+    y.iter_mut().zip(shared).for_each(|(y, shared)| *y += share * shared);
+}
+
+/// The same in f64; stepwise the outputs are added in ascending id.
+fn precise_sum(
+    y: &mut [f32],
+    routed: &[f32],
+    (ids, weights): (&[u32], &[f32]),
+    shared: &[f32],
+    share: f32,
+    steps: Steps,
+    how: Evaluation,
+) {
+    let hidden = y.len();
+    let rounded = |x: f64| match steps {
+        Steps::Once => x,
+        Steps::Each => how.to.nearest(x).into(),
+    };
+    let mut order: Vec<usize> = (0..ids.len()).collect();
+    if steps == Steps::Each {
+        order.sort_unstable_by_key(|rank| ids[*rank]);
+    }
+    let share = rounded(1.0 / (1.0 + (-f64::from(share)).exp()));
+    for (at, (y, shared)) in y.iter_mut().zip(shared).enumerate() {
+        let product = |rank: &usize| rounded(f64::from(weights[*rank]) * f64::from(routed[rank * hidden + at]));
+        let routed = order.iter().map(product).fold(0.0, |sum, x| rounded(sum + x));
+        *y = how.to.nearest(routed + rounded(share * f64::from(*shared)));
+    }
+}
+
+/// Bytes of the three matrices in float32.
+fn matrices_bytes(hidden: usize, inner: usize) -> u64 {
+    (3 * size_of::<f32>() * hidden * inner) as u64
 }
 
 /// Rows of `width` as `[1, rows, width]`.

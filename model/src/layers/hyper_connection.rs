@@ -10,9 +10,8 @@
 //! At the model's end there is a mixture only.
 
 use burn::tensor::Tensor;
-use burn::tensor::activation::{sigmoid, silu};
 use perplexity_kernels::EvaluatorBackend;
-use perplexity_kernels::ops::widen;
+use perplexity_kernels::ops::hyper_connection;
 
 use super::loader::Loader;
 use super::norm::StreamNorm;
@@ -59,18 +58,14 @@ impl<B: EvaluatorBackend> Mixer<B> {
 
     /// The mixture, and the normalised streams it is made of.
     fn mix(&self, streams: Tensor<B, 3>, route: Route) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        let [batch, tokens, all] = streams.dims();
-        let (count, width) = (self.streams, all / self.streams);
-        let project = |x, weight| B::project(x, weight, route.at(Boundary::MixProjection));
-        let normal = self.norm.forward(streams, route.at(Boundary::Norm));
-        let flat: Tensor<B, 3> = normal.clone().reshape([batch, tokens, all]);
-        let z = widen(project(flat.clone(), &self.down)) / count as f64;
-        let m = route.round(Boundary::MixActivation, silu(z));
-        let u = widen(project(m, &self.up)).reshape([batch, tokens, count, width]);
-        let x = sigmoid(u) * widen(normal);
-        let stream = |s: usize| x.clone().narrow(2, s, 1);
-        let sum = (1..count).fold(stream(0), |sum, s| sum + stream(s)) / count as f64;
-        (route.round(Boundary::Norm, sum.reshape([batch, tokens, width])), flat)
+        let shape = streams.dims();
+        let project = |x, weight| route.on(Boundary::MixProjection).project(x, weight);
+        let normal = self.norm.forward(streams, route.on(Boundary::Norm));
+        let flat: Tensor<B, 3> = normal.clone().reshape(shape);
+        let z = project(flat.clone(), &self.down);
+        let m = hyper_connection::activate(z, self.streams, route.on(Boundary::MixActivation));
+        let x = hyper_connection::mix(project(m, &self.up), normal, route.on(Boundary::Norm));
+        (x, flat)
     }
 }
 
@@ -90,16 +85,13 @@ impl<B: EvaluatorBackend> HyperConnection<B> {
     /// What the layer reads, `[batch, tokens, width]`, and the streams' weights for what it writes, `[batch, tokens, S]`.
     pub fn read(&self, streams: Tensor<B, 3>, route: Route) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let (x, normal) = self.mixer.mix(streams, route);
-        let v = B::project(normal, &self.inject, route.at(Boundary::MixProjection));
-        (x, sigmoid(widen(v) / self.mixer.streams as f64) * 2.0)
+        let how = route.on(Boundary::MixProjection);
+        (x, hyper_connection::weights(how.project(normal, &self.inject), how))
     }
 
     /// The streams after the layer's output `y` `[batch, tokens, width]` has gone to each by its weight.
     pub fn write(streams: Tensor<B, 3>, y: Tensor<B, 3>, weights: Tensor<B, 3>, route: Route) -> Tensor<B, 3> {
-        let ([batch, tokens, width], [_, _, count]) = (y.dims(), weights.dims());
-        let y = widen(y).reshape([batch, tokens, 1, width]) * weights.reshape([batch, tokens, count, 1]);
-        let sum = widen(streams) + y.reshape([batch, tokens, count * width]);
-        route.round(Boundary::Residual, sum)
+        hyper_connection::write(streams, y, weights, route.on(Boundary::Residual))
     }
 }
 

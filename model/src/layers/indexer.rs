@@ -8,18 +8,23 @@
 //!
 //! A query at `p` also reads the tokens of the block that is not complete yet, but not necessarily its own block when it
 //! completes one. Scores of exactly 0 are common, so the rule for equal ones decides.
+//!
+//! Scores are float32 sums; in f64 in the routes that are, where Hugging Face's steps round products, their sum over the
+//! heads and the quotient to float32 each.
 
-use burn::tensor::Tensor;
+use burn::tensor::{Tensor, TensorData};
+use perplexity_kernels::EvaluatorBackend;
 use perplexity_kernels::backend::{BlockSelection, RotaryTable};
+use perplexity_kernels::evaluation::{Arithmetic, Steps};
 use perplexity_kernels::ops::widen;
-use perplexity_kernels::{EvaluatorBackend, Precision};
 use rayon::prelude::*;
 
 use super::Pass;
 use super::loader::Loader;
 use super::norm::OffsetNorm;
 use crate::config::{IndexerConfig, TextConfig};
-use crate::route::Boundary;
+use crate::rope::Rotary;
+use crate::route::{Boundary, Route};
 use crate::scorer::ModelError;
 
 /// The indexer of one attention layer.
@@ -59,14 +64,21 @@ impl<B: EvaluatorBackend> Indexer<B> {
         })
     }
 
-    /// The state at the start of `batch` windows of `capacity` tokens; `frequencies` are those of the attention.
-    pub fn state(&self, batch: usize, capacity: usize, frequencies: &[f64], device: &B::Device) -> IndexState<B> {
+    /// The state at the start of `batch` windows of `capacity` tokens; `rotary` is that of the attention.
+    pub fn state(
+        &self,
+        batch: usize,
+        capacity: usize,
+        rotary: &Rotary,
+        route: Route,
+        device: &B::Device,
+    ) -> IndexState<B> {
         let ratio = self.dims.ratio;
-        let per_block: Vec<f64> = frequencies.iter().map(|inv| inv * ratio as f64).collect();
+        let first_of_blocks = (0..(capacity / ratio).max(1)).map(|block| block * ratio);
         IndexState {
             pooled: vec![Vec::new(); batch],
             waiting: None,
-            rotary: RotaryTable::new(&per_block, 1.0, (capacity / ratio).max(1), device),
+            rotary: rotary.table_at(route, first_of_blocks, device),
         }
     }
 
@@ -78,7 +90,8 @@ impl<B: EvaluatorBackend> Indexer<B> {
     /// Takes the index keys of a pass over `x` `[batch, tokens, hidden]` in.
     pub fn append(&self, x: Tensor<B, 3>, state: &mut IndexState<B>, pass: &Pass<'_, B>) {
         let (ratio, width) = (self.dims.ratio, self.dims.head_dim);
-        let keys = widen(B::project(x, &self.key, pass.route.at(Boundary::AttentionProjection)));
+        let route = pass.route;
+        let keys = widen(route.on(Boundary::AttentionProjection).project(x, &self.key));
         let keys = match state.waiting.take() {
             Some(waiting) => Tensor::cat(vec![waiting, keys], 1),
             None => keys,
@@ -92,15 +105,19 @@ impl<B: EvaluatorBackend> Indexer<B> {
         if blocks == 0 {
             return;
         }
-        let keys = keys.narrow(1, 0, blocks * ratio).reshape([batch, blocks, ratio, width]);
-        let token = |i: usize| keys.clone().narrow(2, i, 1);
-        let mean = (1..ratio).fold(token(0), |sum, i| sum + token(i)) / ratio as f64;
-        let mean = pass.route.round(Boundary::AttentionProjection, mean.swap_dims(1, 2));
-        let normal = self.key_norm.forward(mean, Precision::Full);
-        let first_block = state.pooled[0].len() / width;
+        let keys = keys.narrow(1, 0, blocks * ratio);
+        let (device, to) = (keys.device(), route.at(Boundary::AttentionProjection));
+        // The sum of a few 16-bit numbers is exact in f64.
+        let mean = |block: &[f32]| -> Vec<f32> {
+            let sum = |d: usize| -> f64 { block[d..].iter().step_by(width).map(|x| f64::from(*x)).sum() };
+            (0..width).map(|d| to.nearest(sum(d) / ratio as f64)).collect()
+        };
+        let means = host(keys).chunks_exact(ratio * width).flat_map(mean).collect();
         // One key head: `[batch, blocks, 1, D]`.
-        let normal = normal.reshape([batch, blocks, 1, width]);
-        let keys = B::rotary(normal, &state.rotary, first_block, pass.route.at(Boundary::Rotary));
+        let means = Tensor::from_data(TensorData::new(means, [batch, blocks, 1, width]), &device);
+        let normal: Tensor<B, 4> = self.key_norm.forward(means, route.on(Boundary::InnerNorm));
+        let first_block = state.pooled[0].len() / width;
+        let keys = route.on(Boundary::Rotary).rotary(normal, &state.rotary, first_block);
         let keys = host(keys);
         for (pooled, keys) in state.pooled.iter_mut().zip(keys.chunks_exact(blocks * width)) {
             pooled.extend_from_slice(keys);
@@ -117,16 +134,13 @@ impl<B: EvaluatorBackend> Indexer<B> {
         } = self.dims;
         let [batch, tokens, _] = x.dims();
         let x = x.narrow(1, first, tokens - first);
-        let q = B::project(x, &self.query, pass.route.at(Boundary::AttentionProjection));
+        let route = pass.route;
+        let q = route.on(Boundary::AttentionProjection).project(x, &self.query);
         let q = q.reshape([batch, tokens - first, num_heads, head_dim]);
-        let q = self.query_norm.forward(q, Precision::Full);
+        let q = self.query_norm.forward(q, route.on(Boundary::InnerNorm));
         let first_position = pass.first_position + first;
-        let q = host(B::rotary(
-            q,
-            pass.rotary,
-            first_position,
-            pass.route.at(Boundary::Rotary),
-        ));
+        let q = host(route.on(Boundary::Rotary).rotary(q, pass.rotary, first_position));
+        let arithmetic = route.on(Boundary::AttentionOutput).arithmetic;
         let blocks = q
             .par_chunks_exact(num_heads * head_dim)
             .enumerate()
@@ -134,7 +148,11 @@ impl<B: EvaluatorBackend> Indexer<B> {
                 let (window, token) = (query / (tokens - first), query % (tokens - first));
                 let complete = (first_position + token + 1) / ratio;
                 let keys = &state.pooled[window][..complete * head_dim];
-                choose(&scores(q, keys, head_dim), budget / ratio)
+                let scores = match arithmetic {
+                    Arithmetic::Native => scores(q, keys, head_dim),
+                    Arithmetic::Precise(steps) => precise_scores(q, keys, head_dim, steps),
+                };
+                choose(&scores, budget / ratio)
             })
             .collect();
         BlockSelection {
@@ -145,18 +163,37 @@ impl<B: EvaluatorBackend> Indexer<B> {
     }
 }
 
-/// The scores of all blocks, `keys` `[blocks, head_dim]`, for one query `q` `[heads, head_dim]`.
-pub fn scores(q: &[f32], keys: &[f32], head_dim: usize) -> Vec<f32> {
+/// The scores of all blocks, `keys` `[blocks, head_dim]`, for one query `q` `[heads, head_dim]`; float32 numbers.
+pub fn scores(q: &[f32], keys: &[f32], head_dim: usize) -> Vec<f64> {
     let scale = 1.0 / (head_dim as f32).sqrt();
     let score = |key: &[f32]| {
-        let heads = q.chunks_exact(head_dim).map(|q| dot(q, key).max(0.0));
-        scale * heads.sum::<f32>()
+        let heads = q.chunks_exact(head_dim).map(|q| relu(dot(q, key)));
+        f64::from(scale * heads.fold(0.0, |sum, x| sum + x))
     };
     keys.chunks_exact(head_dim).map(score).collect()
 }
 
+/// The same in f64.
+fn precise_scores(q: &[f32], keys: &[f32], head_dim: usize, steps: Steps) -> Vec<f64> {
+    let float = |x: f64| match steps {
+        Steps::Once => x,
+        Steps::Each => f64::from(x as f32),
+    };
+    let dot = |q: &[f32], key: &[f32]| -> f64 { q.iter().zip(key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum() };
+    let score = |key: &[f32]| {
+        let heads = q.chunks_exact(head_dim).map(|q| relu(float(dot(q, key))));
+        float(float(heads.fold(0.0, |sum, x| sum + x)) / (head_dim as f64).sqrt())
+    };
+    keys.chunks_exact(head_dim).map(score).collect()
+}
+
+/// `x` or a zero without sign, so that zeros are equal.
+fn relu<T: PartialOrd + Default>(x: T) -> T {
+    if x > T::default() { x } else { T::default() }
+}
+
 /// The numbers, ascending, of the `count` largest scores; of equal ones the lower number first.
-pub fn choose(scores: &[f32], count: usize) -> Vec<u32> {
+pub fn choose(scores: &[f64], count: usize) -> Vec<u32> {
     let mut order: Vec<u32> = (0..scores.len() as u32).collect();
     if count < order.len() {
         let by_score = |a: &u32, b: &u32| {
@@ -190,7 +227,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// Values in C order, widened to float32.
-fn host<B: EvaluatorBackend>(x: Tensor<B, 4>) -> Vec<f32> {
+fn host<B: EvaluatorBackend, const D: usize>(x: Tensor<B, D>) -> Vec<f32> {
     x.into_data().iter::<f32>().collect()
 }
 
@@ -210,8 +247,12 @@ mod tests {
     #[test]
     fn heads_add_only_what_is_positive() {
         // Two heads of two features: 1 * 3 + 2 * 4 = 11 and -1 * 3 - 2 * 4 = -11.
-        let scores = scores(&[1.0, 2.0, -1.0, -2.0], &[3.0, 4.0, -3.0, -4.0, 0.0, 0.0], 2);
+        let (q, keys) = ([1.0, 2.0, -1.0, -2.0], [3.0, 4.0, -3.0, -4.0, 0.0, 0.0]);
         let scale = 1.0 / 2f32.sqrt();
-        assert_eq!(scores, [11.0 * scale, 11.0 * scale, 0.0]);
+        let expected = [11.0 * scale, 11.0 * scale, 0.0].map(f64::from);
+        assert_eq!(scores(&q, &keys, 2), expected);
+        assert_eq!(precise_scores(&q, &keys, 2, Steps::Each), expected);
+        let expected = [11.0 / 2f64.sqrt(), 11.0 / 2f64.sqrt(), 0.0];
+        assert_eq!(precise_scores(&q, &keys, 2, Steps::Once), expected);
     }
 }

@@ -193,8 +193,19 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
 
     /// Given values as a matrix `[out, in]`.
     pub fn weight(&self, values: Vec<f32>, shape: [usize; 2]) -> B::Weight {
-        let stored = narrowest(&values);
-        B::weight(values, shape, stored, self.device)
+        self.weights()(values, shape)
+    }
+
+    /// What makes a matrix `[out, in]` of given values, rounded as this loader rounds.
+    pub fn weights(&self) -> impl Fn(Vec<f32>, [usize; 2]) -> B::Weight + Send + Sync + use<B> {
+        let (device, to_bf16) = (self.device.clone(), self.to_bf16);
+        move |mut values, shape| {
+            if to_bf16 {
+                values.iter_mut().for_each(|value| *value = round_bf16(*value));
+            }
+            let stored = narrowest(&values);
+            B::weight(values, shape, stored, &device)
+        }
     }
 
     fn values(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {

@@ -10,18 +10,14 @@
 //! `sign(0) = 0`. Embeddings of zero leave the streams as they are.
 
 use burn::tensor::Tensor;
-use burn::tensor::activation::{sigmoid, silu};
-use perplexity_kernels::ops::widen;
-use perplexity_kernels::{EvaluatorBackend, Precision};
+use perplexity_kernels::EvaluatorBackend;
+use perplexity_kernels::ops::{ngram_injection, widen};
 
 use super::loader::Loader;
 use super::norm::StreamNorm;
 use crate::config::{FlashNextConfig, TextConfig};
 use crate::route::{Boundary, Route};
 use crate::scorer::ModelError;
-
-/// The smallest magnitude whose root is taken.
-const LEAST: f32 = 1e-6;
 
 /// The injection's weights.
 #[derive(Debug)]
@@ -35,7 +31,6 @@ pub struct NgramInjection<B: EvaluatorBackend> {
     convolution: Tensor<B, 2>,
     /// Tokens between taps.
     dilation: usize,
-    streams: usize,
 }
 
 /// The last inputs of the convolution, `[batch, (W - 1) d, S * width]`.
@@ -58,7 +53,6 @@ impl<B: EvaluatorBackend> NgramInjection<B> {
             conv_norm: norm("conv_norm")?,
             convolution: loader.tensor("convolution", [dims.ple.conv_kernel_size, width])?,
             dilation: dims.ngram.size,
-            streams: dims.streams,
         })
     }
 
@@ -76,28 +70,19 @@ impl<B: EvaluatorBackend> NgramInjection<B> {
         state: &mut InjectionState<B>,
         route: Route,
     ) -> Tensor<B, 3> {
-        let [batch, tokens, all] = streams.dims();
-        let (count, width) = (self.streams, all / self.streams);
-        let project = |weight| B::project(e.clone(), weight, route.at(Boundary::MixProjection));
-        let key = self.key_norm.forward(project(&self.key_projection), Precision::Full);
-        let query = self.query_norm.forward(streams.clone(), Precision::Full);
-        let a = (key * query).sum_dim(3) / (width as f64).sqrt();
-        let gate = sigmoid(a.clone().sign() * a.abs().clamp_min(LEAST).sqrt());
-        let value = widen(project(&self.value_projection)).reshape([batch, tokens, 1, width]);
-        let gated = (gate * value).reshape([batch, tokens, count * width]);
-        let gated = route.round(Boundary::MixActivation, gated);
+        let shape @ [_, tokens, _] = streams.dims();
+        let project = |weight| route.on(Boundary::MixProjection).project(e.clone(), weight);
+        let inner = route.on(Boundary::InnerNorm);
+        let key = self.key_norm.forward(project(&self.key_projection), inner);
+        let query = self.query_norm.forward(streams.clone(), inner);
+        let value = project(&self.value_projection);
+        let gated = ngram_injection::gate(key, query, value, route.on(Boundary::MixActivation));
 
-        let normal = self.conv_norm.forward(gated.clone(), route.at(Boundary::Norm));
-        let normal = widen(normal).reshape([batch, tokens, all]);
+        let normal = self.conv_norm.forward(gated.clone(), route.on(Boundary::Norm));
         let history = state.0.dims()[1];
-        let inputs = Tensor::cat(vec![state.0.clone(), normal], 1);
-        let tap = |j: usize| {
-            let weights = self.convolution.clone().narrow(0, j, 1).reshape([1, 1, all]);
-            inputs.clone().narrow(1, j * self.dilation, tokens) * weights
-        };
-        let taps = self.convolution.dims()[0];
-        let convolved = (1..taps).fold(tap(0), |sum, j| sum + tap(j));
-        state.0 = inputs.narrow(1, tokens, history);
-        route.round(Boundary::Residual, widen(streams) + widen(gated) + silu(convolved))
+        let inputs = Tensor::cat(vec![state.0.clone(), widen(normal).reshape(shape)], 1);
+        state.0 = inputs.clone().narrow(1, tokens, history);
+        let (convolution, how) = (self.convolution.clone(), route.on(Boundary::Residual));
+        ngram_injection::inject(streams, gated, inputs, convolution, self.dilation, how)
     }
 }

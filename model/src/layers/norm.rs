@@ -1,7 +1,7 @@
 //! Offset RMS norm, `x * rsqrt(mean(x^2) + eps) * (1 + w)`: block norms, final norm, query and key norms.
 
 use burn::tensor::Tensor;
-use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
+use perplexity_kernels::{Evaluation, EvaluatorBackend};
 
 use super::loader::Loader;
 use crate::scorer::ModelError;
@@ -34,7 +34,7 @@ impl<B: EvaluatorBackend> OffsetNorm<B> {
 /// Offset RMS norm of each of several streams by itself, every stream with weights of its own.
 #[derive(Debug)]
 pub struct StreamNorm<B: EvaluatorBackend> {
-    /// `1 + w`, `[streams, width]`.
+    /// `[streams, width]`.
     weight: Tensor<B, 2>,
     eps: f32,
 }
@@ -52,21 +52,13 @@ impl<B: EvaluatorBackend> StreamNorm<B> {
     ) -> Result<Self, ModelError> {
         let weight: Tensor<B, 1> = loader.tensor(name, [streams * width])?;
         Ok(Self {
-            weight: weight.reshape([streams, width]) + 1.0,
+            weight: weight.reshape([streams, width]),
             eps,
         })
     }
 
     /// `x` `[batch, tokens, streams * width]` as `[batch, tokens, streams, width]`, normalised.
-    pub fn forward(&self, x: Tensor<B, 3>, to: Precision) -> Tensor<B, 4> {
-        let ([batch, tokens, _], [streams, width]) = (x.dims(), self.weight.dims());
-        let plain = Tensor::zeros([width], &x.device());
-        let x = B::offset_rms_norm(
-            x.reshape([batch, tokens, streams, width]),
-            plain,
-            self.eps,
-            Precision::Full,
-        );
-        B::round(x * self.weight.clone().reshape([1, 1, streams, width]), to)
+    pub fn forward(&self, x: Tensor<B, 3>, how: Evaluation) -> Tensor<B, 4> {
+        how.stream_norm(x, self.weight.clone(), self.eps)
     }
 }

@@ -18,7 +18,8 @@ use super::kv_cache::KvCache;
 use super::loader::Loader;
 use super::norm::OffsetNorm;
 use crate::config::{AttentionConfig, FlashNextConfig, TextConfig};
-use crate::route::Boundary;
+use crate::rope::Rotary;
+use crate::route::{Boundary, Route};
 use crate::scorer::ModelError;
 
 /// One sparse attention layer.
@@ -75,7 +76,8 @@ impl<B: EvaluatorBackend> SparseAttention<B> {
         batch: usize,
         capacity: usize,
         kv: Option<(&KvOptions, usize)>,
-        frequencies: &[f64],
+        rotary: &Rotary,
+        route: Route,
         device: &B::Device,
     ) -> SparseState<B> {
         let shape = [batch, self.dims.num_kv_heads, capacity, self.dims.head_dim];
@@ -84,7 +86,7 @@ impl<B: EvaluatorBackend> SparseAttention<B> {
                 Some((kv, layer)) => KvCache::coded(shape, kv, layer),
                 None => KvCache::new(shape, device),
             },
-            index: self.indexer.state(batch, capacity, frequencies, device),
+            index: self.indexer.state(batch, capacity, rotary, route, device),
         }
     }
 
@@ -104,11 +106,11 @@ impl<B: EvaluatorBackend> SparseAttention<B> {
             head_dim,
             ..
         } = self.dims;
-        let project = |weight: &B::Weight| B::project(x.clone(), weight, route.at(Boundary::AttentionProjection));
+        let project = |weight: &B::Weight| route.on(Boundary::AttentionProjection).project(x.clone(), weight);
         let heads = |x: Tensor<B, 3>, count| x.reshape([batch, tokens, count, head_dim]);
         let position = |x: Tensor<B, 4>, norm: &OffsetNorm<B>| {
-            let x = norm.forward(x, route.at(Boundary::QueryKeyNorm));
-            B::rotary(x, pass.rotary, pass.first_position, route.at(Boundary::Rotary))
+            let x = norm.forward(x, route.on(Boundary::QueryKeyNorm));
+            route.on(Boundary::Rotary).rotary(x, pass.rotary, pass.first_position)
         };
 
         let q = position(heads(project(&self.query), num_heads), &self.query_norm);
@@ -122,21 +124,21 @@ impl<B: EvaluatorBackend> SparseAttention<B> {
             .dense_tokens()
             .saturating_sub(pass.first_position)
             .min(tokens);
-        let to = route.at(Boundary::AttentionOutput);
+        let how = route.on(Boundary::AttentionOutput);
         let mut outputs = Vec::new();
         if dense > 0 {
             let q = q.clone().narrow(1, 0, dense);
-            outputs.push(state.cache.attend_from(q, pass.first_position, None, to));
+            outputs.push(state.cache.attend_from(q, pass.first_position, None, how));
         }
         if dense < tokens {
             let selection = self.indexer.select(x.clone(), dense, &state.index, pass);
             observe(&selection);
             let q = q.narrow(1, dense, tokens - dense);
             let first_position = selection.first_position;
-            outputs.push(state.cache.attend_from(q, first_position, Some(&selection), to));
+            outputs.push(state.cache.attend_from(q, first_position, Some(&selection), how));
         }
         let o = Tensor::cat(outputs, 1).reshape([batch, tokens, num_heads * head_dim]);
-        let o = B::sigmoid_gate(o, project(&self.gate), route.at(Boundary::OutputGate));
-        B::project(o, &self.output, route.at(Boundary::Residual))
+        let o = route.on(Boundary::OutputGate).sigmoid_gate(o, project(&self.gate));
+        route.on(Boundary::Residual).project(o, &self.output)
     }
 }
