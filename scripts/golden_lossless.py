@@ -1,10 +1,12 @@
 """Golden values of the lossless route: Hugging Face's bfloat16 model with every operation correctly rounded (hf_rounded.py).
 
     python scripts/golden_lossless.py blocks tests/data/fixtures/dense OUT.safetensors
+    python scripts/golden_lossless.py final tests/data/fixtures/flash_next OUT.safetensors
     python scripts/golden_lossless.py texts > OUT.json
 
-`blocks` writes the input of every block for the fixture's text.txt, and the output of the last one (layer_lossless.N). `texts` scores the
-four demo texts; logits are float32 as in the route, or bfloat16 as in Hugging Face's model.
+`blocks` writes the input of every block for the fixture's text.txt, and the output of the last one (layer_lossless.N). `final` writes what
+the output head reads (hidden_lossless), and the same of the float32 model as it is but for equal values in topk, of which the lowest index
+comes first (hidden_f32). `texts` scores the four demo texts; logits are float32 as in the route, or bfloat16 as in Hugging Face's model.
 """
 
 import json
@@ -37,6 +39,19 @@ def blocks(checkpoint, out):
     save_file(tensors, out, metadata=VERSIONS)
 
 
+def final(checkpoint, out):
+    tensors = {}
+    for name, dtype, operations in [
+        ("hidden_lossless", torch.bfloat16, hf_rounded.operations),
+        ("hidden_f32", torch.float32, lambda _: hf_rounded.lowest_first()),
+    ]:
+        model, tokenizer = hf_scores.load(checkpoint, dtype)
+        ids = torch.tensor([hf_scores.encode(tokenizer, (checkpoint / "text.txt").read_bytes().decode())])
+        with operations(model):
+            tensors[name] = model.model(ids, use_cache=False).last_hidden_state[0].clone()
+    save_file(tensors, out, metadata=VERSIONS)
+
+
 def texts():
     golden = json.loads((ROOT / "tests/data/golden/golden.json").read_text())
     model, tokenizer = hf_scores.load(ROOT / "tests/data/demo_hf", torch.bfloat16)
@@ -60,5 +75,7 @@ def texts():
 
 if sys.argv[1] == "blocks":
     blocks(pathlib.Path(sys.argv[2]), sys.argv[3])
+elif sys.argv[1] == "final":
+    final(pathlib.Path(sys.argv[2]), sys.argv[3])
 else:
     texts()

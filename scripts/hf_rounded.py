@@ -92,6 +92,20 @@ def _gated_delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False,
         return nearest(out, value.dtype), None
 
 
+class _LowestFirst(TorchDispatchMode):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.overloadpacket.__name__ == "topk":
+            return _topk(*args, **(kwargs or {}))
+        return operation(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def lowest_first():
+    """Operations inside are PyTorch's own; of equal values topk takes the one of the lowest index first."""
+    with torch.no_grad(), _LowestFirst():
+        yield
+
+
 @contextlib.contextmanager
 def operations(model):
     """Every operation of `model` inside is correctly rounded."""

@@ -125,7 +125,7 @@ impl Geometry {
         }
     }
 
-    fn multiplier_offset(&self, expert: usize, projection: Projection) -> usize {
+    pub(crate) fn multiplier_offset(&self, expert: usize, projection: Projection) -> usize {
         self.experts * self.stride + 12 * expert + 4 * projection as usize
     }
 

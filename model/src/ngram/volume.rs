@@ -392,10 +392,8 @@ impl Volume {
             let readers: Vec<_> = parts
                 .map(|(blocks, bytes)| scope.spawn(move || read(blocks, bytes)))
                 .collect();
-            let joined = readers.into_iter().map(|reader| reader.join());
-            joined
-                .map(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect::<Result<(), _>>()
+            let mut joined = readers.into_iter().map(|reader| reader.join());
+            joined.try_for_each(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         })?;
         Ok(bytes)
     }
