@@ -383,7 +383,7 @@ fn operations_between_streams_are_the_backends_in_f64() {
         let blocks = |query: usize| -> Vec<u32> {
             let complete = (first_position + query % tokens + 1) / 4;
             (0..complete as u32)
-                .filter(|block| (block + query as u32) % 3 != 0)
+                .filter(|block| !(block + query as u32).is_multiple_of(3))
                 .collect()
         };
         let selection = BlockSelection {
