@@ -180,6 +180,23 @@ fn reproducible_scores_do_not_depend_on_pass_batch_and_threads() {
     }
 }
 
+#[test]
+fn rotary_extensions_turn_the_attention_and_its_indexer() {
+    let dir = Dir::new();
+    let score = |options: &str| dir.report(&fixture(), &text(), &format!("{PROTOCOL} {options}"));
+    let native = score("");
+    assert_eq!(window_nlls(&score("--rope-yarn-factor 1")), window_nlls(&native));
+    for options in [
+        "--rope-yarn-factor 4",
+        "--rope-scaling-factor 2 --rope-scaling-original-context 64",
+    ] {
+        let extended = score(options);
+        assert_ne!(window_nlls(&extended), window_nlls(&native), "{options}");
+        let distance = number(&extended, "/overall/mean_nll") - number(&native, "/overall/mean_nll");
+        assert!(distance.abs() < 0.05, "{options}: {distance}");
+    }
+}
+
 /// Attention is sparse from the 36th token on. These codecs read part of their keys from exact copies, and store rows of 64.
 #[test]
 fn codecs_with_an_exact_window_meet_sparse_attention() {
