@@ -4,19 +4,20 @@
 #   scripts/device_test.sh build [NAME...]   here: target-device/NAME.xz
 #   scripts/device_test.sh run [NAME...]     there, in a copy of the tree with target-device/
 #
-# Names: cube_kernels (every kernel against its reference), forward_device (the model against Hugging Face and the CPU).
+# Names: cube_kernels (every kernel against its reference), precise_device (the operations in f64 against the host's),
+# forward_device (the model against Hugging Face and the CPU).
 set -eu
 cd "$(dirname "$0")/.."
 FEATURES=perplexity-kernels/cuda,perplexity-kernels/flex,perplexity-model/cuda,perplexity-model/flex
 action=${1:-}
 [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || set -- cube_kernels forward_device
+[ $# -gt 0 ] || set -- cube_kernels precise_device forward_device
 for name in "$@"; do
     case "$action $name" in
-    *" cube_kernels") tests=cuda:: ;;
+    *" cube_kernels" | *" precise_device") tests=cuda:: ;;
     *" forward_device") tests= ;;
     *)
-        sed -n '2,7p' "$0"
+        sed -n '2,8p' "$0"
         exit 2
         ;;
     esac
@@ -43,7 +44,7 @@ shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "target-dev
         rm -f "$binary"
         ;;
     *)
-        sed -n '2,7p' "$0"
+        sed -n '2,8p' "$0"
         exit 2
         ;;
     esac

@@ -247,12 +247,12 @@ pub(crate) struct RouteArgs {
     /// normal: bf16 at the model's boundaries; exact: float32 without rounding in between [default: normal]
     #[arg(long, value_name = "ROUTE")]
     pub(crate) route: Option<String>,
-    /// The bf16 model of transformers 5.24.0, every operation of it correctly rounded; float32 logits. On the CPU, with a
-    /// bf16 KV cache and no codec
+    /// The bf16 model of transformers 5.24.0, every operation of it correctly rounded; float32 logits. On the CPU or
+    /// cuda:N, with a bf16 KV cache and no codec
     #[arg(long)]
     pub(crate) lossless: bool,
     /// Route normal as it is meant: every boundary evaluated in f64 and rounded once, with the loss of the KV codec and no
-    /// other. On the CPU, without kernel emulation
+    /// other. On the CPU or cuda:N, without kernel emulation
     #[arg(long)]
     pub(crate) reference: bool,
     /// Route normal with the same bits for every pass size, batch and number of threads. On the CPU, without kernel

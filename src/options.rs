@@ -750,6 +750,14 @@ mod tests {
         }
         assert_eq!(resolve("--lossless --kv-dtype bf16").unwrap().kv.codec(), None);
         assert!(resolve("--reference --kv-dtype nvfp4").unwrap().kv.codec().is_some());
+        if cfg!(feature = "cuda") {
+            assert_eq!(numerics("--lossless --device cuda:0").route, Route::Lossless);
+            assert!(refusal("--reproducible --device cuda:0").ends_with("pass --device flex or ndarray"));
+        }
+        if cfg!(feature = "vulkan") {
+            let words = "no f64 there; pass --device cuda:N, flex or ndarray";
+            assert!(refusal("--reference --device vulkan:0").ends_with(words));
+        }
     }
 
     #[test]

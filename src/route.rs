@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use clap::ValueEnum;
 use perplexity_eval::report::Settings;
+use perplexity_model::config::TextConfig;
 use perplexity_model::route::{ROUNDING_CONTRACT, Route, TRANSFORMERS};
 
 use crate::args::{RouteArgs, ScoreArgs};
@@ -27,11 +28,14 @@ pub(crate) enum RouteUsageError {
     },
     #[error("--lossless adds no loss: {option} would; --reference applies the losses that are asked for")]
     Loss { option: &'static str },
-    #[error("--{route} does not run on --device {device}: {why}; pass --device flex or ndarray")]
+    #[error("--{route} with Qwen3.8-Flash-Next does not run on --device {device}; pass --device flex or ndarray")]
+    FlashNext { route: &'static str, device: Device },
+    #[error("--{route} does not run on --device {device}: {why}; pass --device {others}")]
     Device {
         route: &'static str,
         device: Device,
         why: &'static str,
+        others: &'static str,
     },
 }
 
@@ -79,16 +83,22 @@ impl Numerics {
                 context,
             });
         }
-        let why = match route {
-            Route::Lossless | Route::Reference => "it computes in f64 on the CPU",
-            Route::Reproducible => "sums of its kernels depend on the pass and the batch",
-            _ => "",
+        let refused = match (route, device) {
+            (Route::Lossless | Route::Reference, Device::Vulkan(_)) => {
+                Some(("there is no f64 there", "cuda:N, flex or ndarray"))
+            }
+            (Route::Reproducible, Device::Cuda(_) | Device::Vulkan(_)) => Some((
+                "sums of its kernels depend on the pass and the batch",
+                "flex or ndarray",
+            )),
+            _ => None,
         };
-        if device.index().is_some() && !why.is_empty() {
+        if let Some((why, others)) = refused {
             return Err(RouteUsageError::Device {
                 route: name,
                 device,
                 why,
+                others,
             });
         }
         let losses = [
@@ -107,6 +117,18 @@ impl Numerics {
             _ => SoftmaxRows::Public,
         });
         Ok(Self { route, softmax_rows })
+    }
+
+    /// Checks the route against the model.
+    ///
+    /// # Errors
+    /// When the device has not all of the model's operations in f64.
+    pub(crate) fn check(self, config: &TextConfig, device: Device) -> Result<(), RouteUsageError> {
+        if self.route.is_precise() && device.index().is_some() && config.flash_next.is_some() {
+            let route = self.route.name();
+            return Err(RouteUsageError::FlashNext { route, device });
+        }
+        Ok(())
     }
 
     /// Fills in what the report says of the route.

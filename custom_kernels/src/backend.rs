@@ -18,6 +18,7 @@ use crate::ops::{
     expert_feed_forward, gated_delta_rule, gated_rms_norm, offset_rms_norm, project, quantize_rows, rotary, round,
     route_experts, score_head, sigmoid_gate, sparse_attention, swiglu,
 };
+use crate::precise::{Host, Precise};
 use crate::precision::Precision;
 
 pub use crate::ops::expert_feed_forward::Expert;
@@ -72,6 +73,11 @@ pub trait EvaluatorBackend: Backend {
         let dense = Self::dense(weight);
         let (shape, values) = (dense.dims(), dense.into_data().convert::<f32>());
         Panels::pack(values.as_slice().expect("converted to f32 just now"), shape)
+    }
+
+    /// The operations in f64 for values on `device`: the processor's, unless the device has its own.
+    fn precise(_device: &Self::Device) -> &'static dyn Precise<Self> {
+        &Host
     }
 
     /// `x` rounded; see [`round`].

@@ -4,11 +4,15 @@
 //! the runtime does so ([`KernelRuntime::NARROW`]), else as float32 values that are exactly those.
 
 use burn::tensor::{DType, Shape, Tensor, TensorPrimitive, backend::Backend};
-use burn_cubecl::{CubeRuntime, kernel::into_contiguous, ops::numeric::empty_device_contiguous_dtype};
+use burn_cubecl::{
+    CubeBackend, CubeRuntime, element::BoolElement, kernel::into_contiguous,
+    ops::numeric::empty_device_contiguous_dtype,
+};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::ops::gated_delta_rule::DeltaHeads;
+use crate::precise::Precise;
 use crate::precision::Precision;
 
 pub(crate) use burn_cubecl::tensor::CubeTensor;
@@ -23,6 +27,13 @@ pub(crate) const UNITS: u32 = 256;
 pub trait KernelRuntime: CubeRuntime {
     /// Whether results observable in bfloat16 or half precision are stored in it.
     const NARROW: bool;
+
+    /// The operations in f64 where the device has them.
+    fn precise<BT: BoolElement>(
+        _device: &Self::Device,
+    ) -> Option<&'static dyn Precise<CubeBackend<Self, f32, i32, BT>>> {
+        None
+    }
 
     /// A buffer of `size` bytes with `pieces` in their places; what lies between them has no meaning.
     fn upload(

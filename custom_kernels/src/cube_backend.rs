@@ -12,10 +12,11 @@ use crate::ops::{
     expert_feed_forward, gated_delta_rule, offset_rms_norm, project, quantize_rows, rotary, round, score_head,
     sigmoid_gate::cube::{self as gate, Gate},
 };
+use crate::precise::{Host, Precise};
 use crate::precision::Precision;
 
 /// Logits held at once on a card: 1 GiB of float32, about 1,080 rows of a 248,320-row head, enough for a full-speed product.
-const HEAD_TILE_ELEMENTS: usize = 1 << 28;
+pub(crate) const HEAD_TILE_ELEMENTS: usize = 1 << 28;
 
 /// The same where one buffer may be limited to 128 MiB, as Vulkan guarantees no more.
 const SMALL_HEAD_TILE_ELEMENTS: usize = 1 << 24;
@@ -80,6 +81,17 @@ impl<R: KernelRuntime> CubeWeight<R> {
         }
     }
 
+    /// Rows `first..first + count`: a tensor and the row of it where they begin. Values of codes come in float32.
+    pub(crate) fn rows(&self, first: usize, count: usize) -> (CubeTensor<R>, usize) {
+        match self {
+            Self::Dense(matrix) => (contiguous(matrix.clone()), first),
+            Self::Packed(packed) => {
+                let ids: Vec<u32> = (first as u32..(first + count) as u32).collect();
+                (packed.codes.rows(&ids, DType::F32), 0)
+            }
+        }
+    }
+
     /// The values, contiguous: those of codes as `dtype`.
     fn values(&self, dtype: DType) -> CubeTensor<R> {
         match self {
@@ -131,6 +143,10 @@ where
 
     fn dense(weight: &Self::Weight) -> Tensor<Self, 2> {
         tensor(weight.values(DType::F32))
+    }
+
+    fn precise(device: &Self::Device) -> &'static dyn Precise<Self> {
+        R::precise(device).unwrap_or(&Host)
     }
 
     fn round<const D: usize>(x: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {
@@ -333,7 +349,11 @@ where
             .collect();
         let mut scores = HeadScores::default();
         for (values, ids) in reduced {
-            push(&mut scores, &read::<R, f32>(values), &read::<R, u32>(ids), ask);
+            let values = read::<R, f32>(values);
+            let width = score_head::cube::FIXED + ask.top_k + ask.candidates_per_row;
+            let normaliser = |row: &[f32]| f64::from(row[0]) + f64::from(row[1]).ln();
+            let normalisers = values.chunks_exact(width).map(normaliser);
+            push(&mut scores, &values, &read::<R, u32>(ids), normalisers, ask);
         }
         scores
     }
@@ -400,7 +420,7 @@ where
 }
 
 /// The elements of a small result, in order.
-fn read<R: KernelRuntime, E: CubeElement>(x: CubeTensor<R>) -> Vec<E> {
+pub(crate) fn read<R: KernelRuntime, E: CubeElement>(x: CubeTensor<R>) -> Vec<E> {
     let bytes = x
         .client
         .read_one(x.handle.clone())
@@ -408,11 +428,16 @@ fn read<R: KernelRuntime, E: CubeElement>(x: CubeTensor<R>) -> Vec<E> {
     E::from_bytes(&bytes)[..x.meta.num_elements()].to_vec()
 }
 
-/// Turns the reductions of one tile into log-probabilities, the normaliser in f64.
-fn push(scores: &mut HeadScores, values: &[f32], ids: &[u32], ask: &HeadRequest<'_>) {
+/// Turns the reductions of one tile and the normaliser of each row into log-probabilities.
+pub(crate) fn push(
+    scores: &mut HeadScores,
+    values: &[f32],
+    ids: &[u32],
+    normalisers: impl Iterator<Item = f64>,
+    ask: &HeadRequest<'_>,
+) {
     let width = score_head::cube::FIXED + ask.top_k + ask.candidates_per_row;
-    for (row, values) in values.chunks_exact(width).enumerate() {
-        let normaliser = f64::from(values[0]) + f64::from(values[1]).ln();
+    for (row, (values, normaliser)) in values.chunks_exact(width).zip(normalisers).enumerate() {
         let logprob = |logit: &f32| (f64::from(*logit) - normaliser) as f32;
         let (top, candidates) = values[score_head::cube::FIXED..].split_at(ask.top_k);
         scores.logprobs.push(logprob(&values[2]));

@@ -18,6 +18,7 @@ pub mod host;
 mod host_precise;
 pub mod numeric;
 pub mod ops;
+pub mod precise;
 pub mod precision;
 pub mod timing;
 

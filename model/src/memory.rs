@@ -9,6 +9,7 @@
 
 use perplexity_kernels::Precision;
 pub use perplexity_kernels::backend::Residency;
+use perplexity_kernels::precise::{OUTPUT_TILE, ROW_TILE, SCORE_ELEMENTS};
 
 use crate::config::{FeedForwardConfig, LayerType, TextConfig};
 use crate::parameters::{Parameter, parameters};
@@ -133,15 +134,22 @@ impl Needs {
             }
         }
         packed += largest;
-        if unrounded {
+        if route.keeps_weights() {
             dense = packed;
         }
+        if route.rounds_weights() {
+            packed = dense;
+        }
         let pass = windows.tokens.min(windows.prefill_chunk) as u64;
+        let (tiles, wide_row) = match route.is_precise() {
+            true => f64_values(config),
+            false => (0, 0),
+        };
         Ok(Self {
             dense,
             packed,
-            window: state(config, windows.tokens as u64) + pass * pass_row(config, row) * 3 / 2,
-            fixed: DEVICE_OWN + HEAD_TILES * storage.head_tile,
+            window: state(config, windows.tokens as u64) + pass * (pass_row(config, row) + wide_row) * 3 / 2,
+            fixed: DEVICE_OWN + HEAD_TILES * storage.head_tile + tiles * 3 / 2,
         })
     }
 
@@ -264,6 +272,24 @@ fn pass_row(config: &TextConfig, row: u64) -> u64 {
         }
     };
     3 * row * hidden + attention.max(delta).max(row * 3 * inner as u64)
+}
+
+/// Bytes in f64 of a route that is evaluated so: of the tiles of products and attention, and per token of a pass.
+fn f64_values(config: &TextConfig) -> (u64, u64) {
+    let inner = match &config.feed_forward {
+        FeedForwardConfig::Dense { intermediate_size } => *intermediate_size,
+        // Rows gathered for an expert, its outputs and their sum beside the rows themselves.
+        FeedForwardConfig::Moe(dims) => {
+            4 * config.hidden_size + dims.moe_intermediate_size + dims.shared_expert_intermediate_size
+        }
+    };
+    let (attention, cache) = config.attention.as_ref().map_or((0, 0), |dims| {
+        (dims.num_heads * dims.head_dim, 2 * dims.num_kv_heads * dims.head_dim)
+    });
+    let (delta, units) = (config.delta_net.as_ref()).map_or((0, 0), |dims| (dims.value_dim(), 2 * dims.key_dim()));
+    let widest = inner.max(attention).max(delta).max(config.hidden_size);
+    let tiles = (ROW_TILE + OUTPUT_TILE) * widest + 2 * ROW_TILE * OUTPUT_TILE + SCORE_ELEMENTS;
+    (8 * tiles as u64, 8 * cache.max(units) as u64)
 }
 
 #[cfg(test)]

@@ -88,10 +88,9 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
     ) -> Result<Self, ModelError> {
         let config: &TextConfig = source.config();
         let loader = Loader::<B>::new(source, options, device).rounding_to_bf16(route.rounds_weights());
-        // A route that never rounds takes codes as they are.
-        let loader = match route.at(Boundary::Norm) {
-            Precision::Full => loader.unrounded(),
-            _ => loader,
+        let loader = match route.keeps_weights() {
+            true => loader.unrounded(),
+            false => loader,
         };
         let blocks = (0..config.layer_types.len())
             .map(|i| Block::load(&loader, config, i))

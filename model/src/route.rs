@@ -131,8 +131,8 @@ impl Route {
         }
     }
 
-    /// Whether every operation is evaluated in f64 on the host. Such a route sees a window in one pass, because the delta
-    /// rule's state is f64 only within one.
+    /// Whether every operation is evaluated in f64. Such a route sees a window in one pass, because the delta rule's state is
+    /// f64 only within one.
     pub fn is_precise(self) -> bool {
         self.on(Boundary::Residual).arithmetic != Arithmetic::Native
     }
@@ -140,6 +140,11 @@ impl Route {
     /// Whether weights are rounded to bfloat16 when they are loaded, as a bfloat16 model holds them.
     pub fn rounds_weights(self) -> bool {
         matches!(self, Self::Lossless | Self::LosslessBut(_))
+    }
+
+    /// Whether devices keep weights with the values they are stored with; other routes may round them to bfloat16.
+    pub fn keeps_weights(self) -> bool {
+        matches!(self, Self::Exact | Self::Reference)
     }
 
     /// Number type of the logits, as reports spell it.

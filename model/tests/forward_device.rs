@@ -184,6 +184,63 @@ fn perplexities_are_the_cpus() {
     }
 }
 
+/// Log-probabilities of routes in f64, token by token: the bits of the CPU, or, where a sum in another order fell on the
+/// other side of a rounding, near them.
+#[cfg(feature = "flex")]
+#[test]
+fn precise_routes_have_the_cpus_bits() {
+    let fixture = |name: &str| {
+        let ids = &tensors(&format!("fixtures/{name}/golden.safetensors"))["input_ids"];
+        let golden = json(&format!("fixtures/{name}/golden.json"));
+        let window = Window {
+            tokens: ids.iter().map(|&id| id as u32).collect(),
+            first_target: 1,
+        };
+        let rows = golden["rows"].as_u64().unwrap() as usize;
+        (
+            format!("fixtures/{name}"),
+            ScorerOptions::new(rows),
+            vec![("input_ids".to_owned(), vec![window])],
+        )
+    };
+    let demo = ("demo_hf".to_owned(), options(), golden_windows(1500));
+    for (name, load) in fast_devices() {
+        for (folder, options, texts) in [fixture("dense"), fixture("moe"), demo.clone()] {
+            let source = checkpoint(&folder);
+            for route in [Route::Lossless, Route::Reference] {
+                let options = ScorerOptions {
+                    route,
+                    batch: 2,
+                    ..options.clone()
+                };
+                let mut here = load(&source, &options).unwrap();
+                let mut there = backends::flex::load(&source, &options).unwrap();
+                for (file, windows) in &texts {
+                    let all = |scorer: &mut dyn Scorer| -> Vec<f32> {
+                        let scores = scorer.score(windows, &Ask::default()).unwrap();
+                        scores.into_iter().flat_map(|scores| scores.logprobs).collect()
+                    };
+                    let (got, want) = (all(&mut *here), all(&mut *there));
+                    let pairs = || got.iter().zip(&want);
+                    let equal = pairs().filter(|(a, b)| a.to_bits() == b.to_bits()).count();
+                    let largest = pairs().map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                    let what = format!("{name} {} {folder} {file}", route.name());
+                    println!(
+                        "{what}: {equal} of {} log-probabilities with equal bits, largest difference {largest:.2e}",
+                        want.len()
+                    );
+                    assert!(
+                        equal as f64 >= 0.9 * want.len() as f64,
+                        "{what}: {equal} of {}",
+                        want.len()
+                    );
+                    assert!(largest < 0.1, "{what}: {largest}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn reruns_and_batches_give_the_same_bits() {
     let source = checkpoint("demo_hf");

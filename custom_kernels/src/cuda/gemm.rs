@@ -1,4 +1,5 @@
-//! `out[m, n] = x[m, k] w[n, k]^T (+ addend)` through cuBLASLt, float32 accumulation, the sum rounded once.
+//! `out[m, n] = x[m, k] w[n, k]^T (+ addend)` through cuBLASLt, float32 accumulation, the sum rounded once; of f64 operands
+//! f64 throughout.
 //!
 //! cuBLASLt is column-major: row-major `out` is its `n x m` matrix `op_T(W) X` with `W` read as `k x n`, so weights stay
 //! `[out, in]` as checkpoints store them.
@@ -22,6 +23,10 @@ use cudarc::cublaslt::{result as lt, sys};
 use cudarc::driver::{result as driver, sys as cuda};
 use sys::cublasLtMatmulDescAttributes_t::{
     CUBLASLT_MATMUL_DESC_A_SCALE_POINTER as A_SCALE_POINTER, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER as B_SCALE_POINTER,
+};
+
+use sys::cublasLtMatrixLayoutAttribute_t::{
+    CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT as BATCH_COUNT, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET as BATCH_DISTANCE,
 };
 
 use super::CudaTensor;
@@ -99,6 +104,7 @@ pub(super) fn linear(
     *shape.last_mut()? = n;
     let out = empty(x, shape, dtype);
     let key = Key {
+        batch: 1,
         m,
         n,
         k,
@@ -106,6 +112,26 @@ pub(super) fn linear(
         output: dtype,
     };
     engine.submit(key, Operands::new(x, weight, addend, &out, None)).ok()?;
+    Some(out)
+}
+
+/// `x` `[batch, m, k]` times `weight` `[batch, n, k]`, all f64 and contiguous: `[batch, m, n]`; `None` when cuBLASLt cannot.
+pub(super) fn product_f64(x: &CudaTensor, weight: &CudaTensor) -> Option<CudaTensor> {
+    let engine = engine(&x.device).ok()?;
+    let (of_x, of_weight) = (x.meta.shape(), weight.meta.shape());
+    let key = Key {
+        batch: of_x[0],
+        m: of_x[1],
+        n: of_weight[1],
+        k: of_x[2],
+        input: DType::F64,
+        output: DType::F64,
+    };
+    if x.meta.num_elements() == 0 || weight.meta.num_elements() == 0 {
+        return None;
+    }
+    let out = empty(x, [key.batch, key.m, key.n], DType::F64);
+    engine.submit(key, Operands::new(x, weight, None, &out, None)).ok()?;
     Some(out)
 }
 
@@ -127,6 +153,7 @@ pub(super) fn linear_e4m3(
     }
     let out = empty(x.0, [m, n], DType::BF16);
     let key = Key {
+        batch: 1,
         m,
         n,
         k,
@@ -195,6 +222,8 @@ struct Addresses {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
+    /// Products of one shape, their operands behind one another.
+    batch: usize,
     m: usize,
     n: usize,
     k: usize,
@@ -329,20 +358,45 @@ impl Library {
             CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_DESC_TRANSA,
         };
         use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-        let Key { m, n, k, input, output } = key;
+        let Key {
+            batch,
+            m,
+            n,
+            k,
+            input,
+            output,
+        } = key;
         let (input, output) = (data_type(input), data_type(output));
         let layout = |kind, rows: usize, columns: usize| {
-            lt::create_matrix_layout(kind, rows as u64, columns as u64, rows as i64)
-                .map_err(|e| key.error("cublasLtMatrixLayoutCreate")(format!("{e:?}")))
+            let layout = lt::create_matrix_layout(kind, rows as u64, columns as u64, rows as i64)
+                .map_err(|e| key.error("cublasLtMatrixLayoutCreate")(format!("{e:?}")))?;
+            let (count, distance) = (batch as i32, (rows * columns) as i64);
+            // SAFETY: the addresses and sizes of live values of the documented types.
+            unsafe {
+                lt::set_matrix_layout_attribute(layout, BATCH_COUNT, (&raw const count).cast(), size_of::<i32>())
+                    .and_then(|()| {
+                        let distance = (&raw const distance).cast();
+                        lt::set_matrix_layout_attribute(layout, BATCH_DISTANCE, distance, size_of::<i64>())
+                    })
+                    .map_err(|e| key.error("cublasLtMatrixLayoutSetAttribute")(format!("{e:?}")))?;
+            }
+            Ok(layout)
+        };
+        let (arithmetic, scalar) = match key.input {
+            DType::F64 => (
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_64F,
+                sys::cudaDataType_t::CUDA_R_64F,
+            ),
+            _ => (
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cudaDataType_t::CUDA_R_32F,
+            ),
         };
         let workspace = WORKSPACE_BYTES;
         // SAFETY: attributes are passed with the address and size of a live value of the documented type.
         let plan = unsafe {
-            let product = lt::create_matmul_desc(
-                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                sys::cudaDataType_t::CUDA_R_32F,
-            )
-            .map_err(|e| key.error("cublasLtMatmulDescCreate")(format!("{e:?}")))?;
+            let product = lt::create_matmul_desc(arithmetic, scalar)
+                .map_err(|e| key.error("cublasLtMatmulDescCreate")(format!("{e:?}")))?;
             let described = set(product, CUBLASLT_MATMUL_DESC_TRANSA, &OP_T).and_then(|()| match key.input {
                 DType::U8 => set(product, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &SCALE_PER_ROW)
                     .and_then(|()| set(product, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &SCALE_PER_ROW))
@@ -382,8 +436,13 @@ impl Library {
         let Some(plan) = self.plans.get(&key) else {
             return Err(key.error("looking up the plan")("it was never made".into()));
         };
-        let alpha = 1.0f32;
-        let beta = if at.addend.is_some() { 1.0f32 } else { 0.0f32 };
+        // One and the other factor, as wide as the sums.
+        let beta = if at.addend.is_some() { 1.0 } else { 0.0 };
+        let (narrow, wide) = ([1.0f32, beta as f32], [1.0f64, beta]);
+        let [alpha, beta]: [*const c_void; 2] = match key.input {
+            DType::F64 => [(&raw const wide[0]).cast(), (&raw const wide[1]).cast()],
+            _ => [(&raw const narrow[0]).cast(), (&raw const narrow[1]).cast()],
+        };
         // SAFETY: pointers and layouts belong to live tensors of the planned shape; events and streams to this context.
         unsafe {
             if let Some((x, weight)) = at.scales {
@@ -399,8 +458,8 @@ impl Library {
             lt::matmul(
                 self.handle,
                 plan.product,
-                (&raw const alpha).cast::<c_void>(),
-                (&raw const beta).cast::<c_void>(),
+                alpha,
+                beta,
                 at.weight as *const c_void,
                 plan.weight,
                 at.x as *const c_void,
@@ -427,6 +486,7 @@ fn data_type(dtype: DType) -> sys::cudaDataType_t {
     match dtype {
         DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
         DType::U8 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
+        DType::F64 => sys::cudaDataType_t::CUDA_R_64F,
         _ => sys::cudaDataType_t::CUDA_R_32F,
     }
 }

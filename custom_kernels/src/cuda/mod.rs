@@ -8,6 +8,7 @@ mod attention;
 pub mod card;
 mod delta;
 pub mod gemm;
+pub mod precise;
 mod source;
 mod upload;
 mod wide_rows;
@@ -16,6 +17,7 @@ use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
 
 use burn::tensor::DType;
+use burn_cubecl::{CubeBackend, element::BoolElement};
 use cubecl::cuda::{CudaDevice, CudaRuntime};
 use cubecl::prelude::ComputeClient;
 use cubecl::server::Handle;
@@ -23,6 +25,7 @@ use cudarc::driver::{result::device as driver_device, sys::CUdevice_attribute};
 
 use crate::cube::{CubeTensor, KernelRuntime};
 use crate::ops::{gated_delta_rule::DeltaHeads, round};
+use crate::precise::Precise;
 use crate::precision::Precision;
 
 /// A tensor of the CUDA runtime.
@@ -35,6 +38,10 @@ const AMPERE: i32 = 8;
 
 impl KernelRuntime for CudaRuntime {
     const NARROW: bool = true;
+
+    fn precise<BT: BoolElement>(_device: &CudaDevice) -> Option<&'static dyn Precise<CubeBackend<Self, f32, i32, BT>>> {
+        Some(&precise::CARD)
+    }
 
     fn upload(
         client: &ComputeClient<Self>,

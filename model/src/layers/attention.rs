@@ -74,7 +74,9 @@ impl<B: EvaluatorBackend> Attention<B> {
             return KvCache::new(shape, device);
         };
         let output = route.at(Boundary::AttentionOutput);
-        let decoded = B::ON_DEVICE.then(|| KvCache::decoded(shape, kv, layer, output, device));
+        // In f64 a codec's rows are read as it defines them.
+        let on_device = B::ON_DEVICE && !route.is_precise();
+        let decoded = on_device.then(|| KvCache::decoded(shape, kv, layer, output, device));
         decoded.flatten().unwrap_or_else(|| KvCache::coded(shape, kv, layer))
     }
 

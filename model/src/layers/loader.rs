@@ -6,7 +6,7 @@
 use burn::tensor::{Tensor, TensorData};
 use perplexity_kernels::backend::{Expert, Residency};
 use perplexity_kernels::numeric::round_bf16;
-use perplexity_kernels::ops::expand_weight::{StoredMatrix, StoredRows};
+use perplexity_kernels::ops::expand_weight::{Packing, StoredMatrix, StoredRows};
 use perplexity_kernels::{EvaluatorBackend, Precision};
 
 use super::linear::{Input, Linear};
@@ -177,7 +177,9 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
         };
         // Bytes that are no such matrix are refused by the decoder, which names the object.
         let matrix = StoredMatrix::stack(&rows).ok().flatten();
-        Ok(matrix.and_then(|matrix| B::stored_weight(&matrix, self.residency, self.device)))
+        // Where every value is rounded to bfloat16, only words of it are taken as they are.
+        let taken = matrix.filter(|matrix| !self.to_bf16 || matrix.packing() == Packing::Bf16);
+        Ok(taken.and_then(|matrix| B::stored_weight(&matrix, self.residency, self.device)))
     }
 
     fn rows(&self, parts: &[(&str, usize)], columns: usize) -> Result<Option<Vec<StoredRows<'a>>>, ModelError> {
