@@ -149,7 +149,8 @@ impl Needs {
             dense,
             packed,
             window: state(config, windows.tokens as u64) + pass * (pass_row(config, row) + wide_row) * 3 / 2,
-            fixed: DEVICE_OWN + HEAD_TILES * storage.head_tile + tiles * 3 / 2,
+            // Tiles come in many sizes, which the allocator keeps apart.
+            fixed: DEVICE_OWN + HEAD_TILES * storage.head_tile + 3 * tiles,
         })
     }
 
