@@ -2,7 +2,7 @@
 //!
 //! One folder per operation under `ops/`: `mod.rs` opens with the formula and holds the plain reference in burn tensor
 //! operations, `host.rs` the CPU implementation on slices, `precise.rs` the formula in f64 for the routes that promise its
-//! rounding, `cube.rs` the CubeCL kernel.
+//! rounding, `cube.rs` the CubeCL kernel; `cuda/precise/` repeats the formulas in f64 on a card.
 //! [`EvaluatorBackend`] gathers them; its method bodies are the references, so that any burn backend can evaluate, and a
 //! backend overrides what it does better.
 
