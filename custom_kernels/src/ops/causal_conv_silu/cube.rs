@@ -11,6 +11,9 @@ use crate::precision::Precision;
 /// Tokens per unit: the `W - 1` inputs read twice cost less than a tenth, and a window still gives thousands of cubes.
 const RUN: usize = 32;
 
+/// Tokens whose inputs a unit has in flight.
+const BLOCK: usize = 4;
+
 /// `channels` counts vectors; `x` `[batch, tokens, channels]`, `weight` `[channels, W]`, `tail` `[batch, W - 1, channels]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn conv_silu<X: Float, W: Float, T: Float, O: Float, N: Size>(
@@ -58,18 +61,34 @@ fn conv_silu<X: Float, W: Float, T: Float, O: Float, N: Size>(
         if end > tokens {
             end = tokens;
         }
-        for t in first..end {
-            let mut sum = Vector::<f32, N>::new(0.0f32);
+        // Inputs of a block of tokens are asked for together: one at a time would wait for the memory at every token.
+        let mut t = first;
+        while t < end {
+            let mut block = Array::<Vector<f32, N>>::new(BLOCK);
             #[unroll]
-            for j in 0..before {
-                inputs[j] = inputs[j + 1];
-                sum += taps[j] * inputs[j];
+            for i in 0..BLOCK {
+                let mut input = Vector::<f32, N>::new(0.0f32);
+                if t + i < end {
+                    input = Vector::cast_from(x[(batch * tokens + t + i) * channels + channel]);
+                }
+                block[i] = input;
             }
-            let current = Vector::<f32, N>::cast_from(x[(batch * tokens + t) * channels + channel]);
-            inputs[before] = current;
-            sum += taps[before] * current;
-            let value = sum * sigmoid::<N>(sum);
-            out[(batch * tokens + t) * channels + channel] = Vector::cast_from(rounded::<N>(value, to));
+            #[unroll]
+            for i in 0..BLOCK {
+                if t + i < end {
+                    let mut sum = Vector::<f32, N>::new(0.0f32);
+                    #[unroll]
+                    for j in 0..before {
+                        inputs[j] = inputs[j + 1];
+                        sum += taps[j] * inputs[j];
+                    }
+                    inputs[before] = block[i];
+                    sum += taps[before] * block[i];
+                    let value = sum * sigmoid::<N>(sum);
+                    out[(batch * tokens + t + i) * channels + channel] = Vector::cast_from(rounded::<N>(value, to));
+                }
+            }
+            t += BLOCK;
         }
         if end == tokens {
             #[unroll]
