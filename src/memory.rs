@@ -2,6 +2,7 @@
 
 use perplexity_eval::humanize::bytes;
 use perplexity_eval::report::Settings;
+use perplexity_model::activations::Activations;
 use perplexity_model::backends::DeviceFacts;
 use perplexity_model::config::TextConfig;
 use perplexity_model::layers::kv_cache::is_decoded_on_devices;
@@ -87,10 +88,13 @@ pub(crate) struct CardPlan {
     pub(crate) plan: Plan,
     facts: DeviceFacts,
     budget: Option<u64>,
+    /// Whether inputs narrowed to FP8 meet FP8 weights code by code.
+    eight_bit: bool,
 }
 
 impl CardPlan {
-    /// `None` on a CPU, and for Qwen3.8-Flash-Next, whose experts need not be on the card. `tokens` is what the longest window feeds.
+    /// `None` on a CPU, and for Qwen3.8-Flash-Next, whose experts need not be on the card. `tokens` is what the longest
+    /// window feeds, `activations` are the inputs that are narrowed.
     ///
     /// # Errors
     /// When the card cannot be used, or one window does not fit.
@@ -98,6 +102,7 @@ impl CardPlan {
         options: &ScoreOptions,
         source: &dyn TextSource,
         tokens: usize,
+        activations: &Activations,
     ) -> Result<Option<Self>, Failure> {
         if source.config().flash_next.is_some() {
             return match options.memory_budget {
@@ -112,7 +117,8 @@ impl CardPlan {
             tokens,
             prefill_chunk: options.prefill.effective(&options.kv, source.config()),
         };
-        let needs = Needs::of(source, options.numerics.route, storage, windows).map_err(Failure::failed)?;
+        let route = options.numerics.route;
+        let needs = Needs::of(source, route, storage, windows, activations).map_err(Failure::failed)?;
         let budget = options.memory_budget.or(facts.free_bytes);
         let batch = match options.batch {
             Some(n) => Batch::Exactly(n.get()),
@@ -124,7 +130,13 @@ impl CardPlan {
             device: options.device,
         };
         let plan = needs.plan(budget, batch).map_err(refused).map_err(UsageError::from)?;
-        Ok(Some(Self { plan, facts, budget }))
+        let eight_bit = facts.multiplies_fp8 && activations.inputs().contains_key("fp8");
+        Ok(Some(Self {
+            plan,
+            facts,
+            budget,
+            eight_bit,
+        }))
     }
 
     /// For the log.
@@ -141,7 +153,11 @@ impl CardPlan {
         let of = self
             .budget
             .map_or(String::new(), |budget| format!(" of {}", bytes(budget)));
-        let (weights, total, form) = (bytes(weights), bytes(total), self.form());
+        let (weights, total) = (bytes(weights), bytes(total));
+        let form = match self.eight_bit {
+            true => format!("{}, FP8 products", self.form()),
+            false => self.form().into(),
+        };
         format!("memory plan | {name}weights {form}, {weights} | {batch} {windows} per batch | at most {total}{of}")
     }
 
@@ -151,6 +167,9 @@ impl CardPlan {
         if options.numerics.route == Route::Normal && config.attention_layers().into_iter().any(decoded) {
             // Decoded rows and the queries that meet them are rounded to half precision, the output before its basis.
             settings.fast_paths.push("kv_decoded_f16".into());
+        }
+        if self.eight_bit {
+            settings.fast_paths.push("fp8_products".into());
         }
         settings.device_name = self.facts.name.clone();
         settings.options.insert("weight_residency".into(), self.form().into());
@@ -162,8 +181,7 @@ impl CardPlan {
     fn form(&self) -> &'static str {
         match self.plan.residency {
             Residency::Dense => "expanded",
-            Residency::Packed => "packed",
-            Residency::EightBit => "packed, 8-bit products",
+            Residency::Packed | Residency::EightBit => "packed",
         }
     }
 }

@@ -97,7 +97,11 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         kv_dtype: options.kv.described(),
         route: options.numerics.route.name().into(),
     };
-    let card = CardPlan::make(options, source.as_ref(), longest)?;
+    let load_options = options
+        .precision
+        .load_options(source.as_ref())
+        .map_err(Failure::failed)?;
+    let card = CardPlan::make(options, source.as_ref(), longest, &load_options.activations)?;
     if let Some(card) = &card {
         log.info(card.line());
     }
@@ -110,10 +114,6 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         ..options.evaluation.clone()
     };
     let artifact = artifact(options, source.as_ref(), &model, &signature)?;
-    let load_options = options
-        .precision
-        .load_options(source.as_ref())
-        .map_err(Failure::failed)?;
     log.info(Narrowing::line(&load_options));
     let mut settings = settings(options, source.config(), extension, longest);
     options.precision.record(&mut settings, &load_options);

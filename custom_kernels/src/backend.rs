@@ -15,14 +15,15 @@ use burn::tensor::{Tensor, activation::silu, backend::Backend};
 use crate::host::gemm::Panels;
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expand_weight::StoredMatrix,
-    expert_feed_forward, gated_delta_rule, gated_rms_norm, offset_rms_norm, project, quantize_rows, rotary, round,
-    route_experts, score_head, sigmoid_gate, sparse_attention, swiglu,
+    expert_feed_forward, gated_delta_rule, gated_rms_norm, mixture_of_experts, offset_rms_norm, project, quantize_rows,
+    rotary, round, route_experts, score_head, sigmoid_gate, sparse_attention, swiglu,
 };
 use crate::precise::{Host, Precise};
 use crate::precision::Precision;
 
 pub use crate::ops::expert_feed_forward::Expert;
 pub use crate::ops::gated_delta_rule::DeltaHeads;
+pub use crate::ops::mixture_of_experts::Mixture;
 pub use crate::ops::quantize_rows::ActivationFormat;
 pub use crate::ops::rotary::RotaryTable;
 pub use crate::ops::route_experts::Routing;
@@ -37,7 +38,7 @@ pub enum Residency {
     Dense,
     /// As codes, expanded for each use.
     Packed,
-    /// As codes; where the device multiplies FP8, rows in 16 bits are rounded to 8 bits for the product.
+    /// As codes, for rows as FP8 represents them: where the device multiplies FP8, codes meet codes.
     EightBit,
 }
 
@@ -46,6 +47,10 @@ pub trait EvaluatorBackend: Backend {
     /// Whether values live on a device of their own: stored matrices then go there as they are, and rows of the KV cache are
     /// coded there.
     const ON_DEVICE: bool = false;
+
+    /// Whether the routed experts of a mixture are wanted as rows of two matrices, all gates and ups and all downs; see
+    /// [`EvaluatorBackend::rows`].
+    const STACKS_EXPERTS: bool = false;
 
     /// A matrix `[out, in]` in the form this backend multiplies with: packed panels, bfloat16, stored codes.
     type Weight: Clone + Debug + Send + Sync + 'static;
@@ -63,6 +68,23 @@ pub trait EvaluatorBackend: Backend {
         _device: &Self::Device,
     ) -> Option<Self::Weight> {
         None
+    }
+
+    /// The matrix in parts of so many rows, in order, which share its memory where the backend can.
+    fn rows(weight: Self::Weight, counts: &[usize]) -> Vec<Self::Weight> {
+        let (dense, mut first) = (Self::dense(&weight), 0);
+        let part = |&count: &usize| {
+            let rows = dense.clone().narrow(0, first, count);
+            first += count;
+            let (shape, device) = (rows.dims(), rows.device());
+            let values = rows
+                .into_data()
+                .convert::<f32>()
+                .into_vec()
+                .expect("converted to f32 just now");
+            Self::weight(values, shape, Precision::Full, &device)
+        };
+        counts.iter().map(part).collect()
     }
 
     /// The matrix as a float tensor `[out, in]`.
@@ -124,9 +146,45 @@ pub trait EvaluatorBackend: Backend {
         expert_feed_forward::grouped(x, routing, experts, Precision::Full, |gate, up| silu(gate) * up)
     }
 
+    /// `residual` plus the mixture of experts of `x`, and the experts that the rows chose; see [`mixture_of_experts`].
+    fn mixture_of_experts(
+        residual: Tensor<Self, 3>,
+        x: Tensor<Self, 3>,
+        weights: &Mixture<Self>,
+        to: Precision,
+    ) -> (Tensor<Self, 3>, Routing<Self>) {
+        mixture_of_experts::mixture(residual, x, weights, to)
+    }
+
     /// The rows of `x` `[batch, tokens, in]` as `format` represents them, in float32; see [`quantize_rows`].
     fn quantize_rows(x: Tensor<Self, 3>, format: ActivationFormat) -> Tensor<Self, 3> {
         quantize_rows::reference(x, format)
+    }
+
+    /// `x W^T`, or `residual + x W^T`, of the rows of `x` as `format` represents them; see [`quantize_rows`].
+    fn project_quantized(
+        x: Tensor<Self, 3>,
+        format: ActivationFormat,
+        weight: &Self::Weight,
+        residual: Option<Tensor<Self, 3>>,
+        to: Precision,
+    ) -> Tensor<Self, 3> {
+        let x = Self::quantize_rows(x, format);
+        match residual {
+            Some(residual) => Self::project_add(residual, x, weight, to),
+            None => Self::project(x, weight, to),
+        }
+    }
+
+    /// `SiLU(x gate^T) * (x up^T)` of the rows of `x` as `format` represents them; see [`quantize_rows`].
+    fn swiglu_quantized(
+        x: Tensor<Self, 3>,
+        format: ActivationFormat,
+        gate: &Self::Weight,
+        up: &Self::Weight,
+        to: Precision,
+    ) -> Tensor<Self, 3> {
+        Self::swiglu(Self::quantize_rows(x, format), gate, up, to)
     }
 
     /// RMS norm over the last axis with weight `1 + w`; see [`offset_rms_norm`].

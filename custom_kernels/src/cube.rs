@@ -49,14 +49,20 @@ pub trait KernelRuntime: CubeRuntime {
         client.create_from_slice(&whole)
     }
 
-    /// `addend + x w^T` or `x w^T`: `x` `[rows, in]`, `weight` `[out, in]`, into `out` type `dtype`.
+    /// `addend + factor x w^T` or `factor x w^T`: `x` `[rows, in]`, `weight` `[out, in]`, into `out` type `dtype`.
     fn linear(
         _x: &CubeTensor<Self>,
         _weight: &CubeTensor<Self>,
         _addend: Option<&CubeTensor<Self>>,
+        _factor: f32,
         _dtype: DType,
     ) -> Option<CubeTensor<Self>> {
         None
+    }
+
+    /// Whether [`Self::linear_e4m3`] multiplies on this device.
+    fn multiplies_e4m3(_device: &Self::Device) -> bool {
+        false
     }
 
     /// `addend + x w^T` of E4M3 codes with a float32 scale per row of either operand, each `(codes, scales)`; `shape` is
@@ -67,6 +73,12 @@ pub trait KernelRuntime: CubeRuntime {
         _shape: [usize; 2],
         _addend: Option<&CubeTensor<Self>>,
     ) -> Option<CubeTensor<Self>> {
+        None
+    }
+
+    /// As [`crate::EvaluatorBackend::mixture_of_experts`], result observable in bfloat16: `y`, the experts `[rows, top_k]`
+    /// and their weights.
+    fn mixture_of_experts(_operands: &MixtureOperands<'_, Self>) -> Option<[CubeTensor<Self>; 3]> {
         None
     }
 
@@ -90,6 +102,24 @@ pub trait KernelRuntime: CubeRuntime {
     ) -> Option<(CubeTensor<Self>, CubeTensor<Self>)> {
         None
     }
+}
+
+/// What a mixture of experts reads: `residual` and `x` `[batch, tokens, in]`, the rest as in
+/// [`crate::ops::mixture_of_experts::Mixture`], the matrices of the routed experts on top of one another.
+pub struct MixtureOperands<'a, R: CubeRuntime> {
+    pub(crate) residual: &'a CubeTensor<R>,
+    pub(crate) x: &'a CubeTensor<R>,
+    /// `[experts, in]`.
+    pub(crate) router: &'a CubeTensor<R>,
+    pub(crate) top_k: usize,
+    /// `[experts * 2 * inner, in]`.
+    pub(crate) gate_up: &'a CubeTensor<R>,
+    /// `[experts * in, inner]`.
+    pub(crate) down: &'a CubeTensor<R>,
+    pub(crate) shared_gate: &'a CubeTensor<R>,
+    pub(crate) shared_up: &'a CubeTensor<R>,
+    pub(crate) shared_down: &'a CubeTensor<R>,
+    pub(crate) shared_score: &'a CubeTensor<R>,
 }
 
 /// The type a result observable in `to` is stored in.

@@ -1,15 +1,22 @@
 //! The operations on CubeCL runtimes: portable kernels, and what [`KernelRuntime`] adds on a runtime that has better.
 
-use burn::tensor::{DType, Tensor, TensorData};
-use burn_cubecl::{CubeBackend, CubeElement};
+use std::ops::Range;
+use std::sync::Arc;
 
-use crate::backend::{DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, Residency, RotaryTable, Routing};
-use crate::cube::{CubeTensor, KernelRuntime, contiguous, empty, primitive, storage, tensor};
+use burn::tensor::{DType, Tensor, TensorData};
+use burn_cubecl::{CubeBackend, CubeElement, kernel};
+
+use crate::backend::{
+    ActivationFormat, DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, Residency, RotaryTable, Routing,
+};
+use crate::cube::{CubeTensor, KernelRuntime, MixtureOperands, contiguous, empty, primitive, storage, tensor};
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
     expand_weight::cube::{Packed, all_finite},
     expand_weight::{ExpandError, Packing, StoredMatrix},
-    expert_feed_forward, gated_delta_rule, offset_rms_norm, project, quantize_rows, rotary, round, score_head,
+    expert_feed_forward, gated_delta_rule, mixture_of_experts,
+    mixture_of_experts::Mixture,
+    offset_rms_norm, project, quantize_rows, rotary, round, route_experts, score_head,
     sigmoid_gate::cube::{self as gate, Gate},
 };
 use crate::precise::{Host, Precise};
@@ -28,6 +35,8 @@ pub enum CubeWeight<R: KernelRuntime> {
     Dense(CubeTensor<R>),
     /// Codes as an artifact stores them, expanded into a scratch tensor for each use.
     Packed(PackedWeight<R>),
+    /// Rows of a matrix that holds others too.
+    Rows(Arc<Self>, Range<usize>),
 }
 
 /// Stored codes of a matrix.
@@ -44,8 +53,7 @@ fn dense_type<R: KernelRuntime>() -> DType {
 }
 
 impl<R: KernelRuntime> CubeWeight<R> {
-    /// Uploads a packed matrix. With `eight_bit_inputs` the rows that meet an FP8 matrix are rounded to 8 bits where the
-    /// runtime multiplies those.
+    /// Uploads a packed matrix, with `eight_bit_inputs` for products with 8-bit rows where the device has them.
     ///
     /// # Errors
     /// When the matrix is larger than the runtime addresses.
@@ -62,7 +70,7 @@ impl<R: KernelRuntime> CubeWeight<R> {
         );
         let row_scales = matrix
             .row_scales()
-            .filter(|_| eight_bit_inputs && R::NARROW)
+            .filter(|_| eight_bit_inputs && R::multiplies_e4m3(device))
             .map(|scales| {
                 let handle = client.create_from_slice(bytemuck::cast_slice(&scales));
                 tensor(handle, scales.len(), DType::F32)
@@ -78,6 +86,7 @@ impl<R: KernelRuntime> CubeWeight<R> {
         match self {
             Self::Dense(matrix) => [matrix.meta.shape()[0], matrix.meta.shape()[1]],
             Self::Packed(packed) => packed.codes.shape,
+            Self::Rows(whole, rows) => [rows.len(), whole.shape()[1]],
         }
     }
 
@@ -89,6 +98,7 @@ impl<R: KernelRuntime> CubeWeight<R> {
                 let ids: Vec<u32> = (first as u32..(first + count) as u32).collect();
                 (packed.codes.rows(&ids, DType::F32), 0)
             }
+            Self::Rows(whole, rows) => whole.rows(rows.start + first, count),
         }
     }
 
@@ -97,7 +107,34 @@ impl<R: KernelRuntime> CubeWeight<R> {
         match self {
             Self::Dense(matrix) => contiguous(matrix.clone()),
             Self::Packed(packed) => packed.codes.values(dtype),
+            Self::Rows(whole, rows) => match &**whole {
+                Self::Packed(packed) => {
+                    let ids: Vec<u32> = rows.clone().map(|row| row as u32).collect();
+                    packed.codes.rows(&ids, dtype)
+                }
+                whole => {
+                    let matrix = whole.values(dtype);
+                    let columns = 0..matrix.meta.shape()[1];
+                    contiguous(kernel::slice(matrix, &[rows.clone(), columns]))
+                }
+            },
         }
+    }
+
+    /// The matrix that `parts` are all rows of, in order.
+    fn whole<'a>(parts: impl Iterator<Item = &'a Self>) -> Option<&'a Self> {
+        let (mut found, mut next): (Option<&Arc<Self>>, usize) = (None, 0);
+        for part in parts {
+            match part {
+                Self::Rows(whole, rows)
+                    if rows.start == next && found.is_none_or(|other| Arc::ptr_eq(whole, other)) =>
+                {
+                    (found, next) = (Some(whole), rows.end);
+                }
+                _ => return None,
+            }
+        }
+        found.map(|whole| &**whole).filter(|whole| whole.shape()[0] == next)
     }
 }
 
@@ -126,6 +163,7 @@ where
     }
 
     const ON_DEVICE: bool = true;
+    const STACKS_EXPERTS: bool = R::NARROW;
 
     fn stored_weight(matrix: &StoredMatrix<'_>, residency: Residency, device: &Self::Device) -> Option<Self::Weight> {
         let eight_bit = residency == Residency::EightBit;
@@ -139,6 +177,15 @@ where
             Residency::Dense => CubeWeight::Dense(values),
             Residency::Packed | Residency::EightBit => packed,
         })
+    }
+
+    fn rows(weight: Self::Weight, counts: &[usize]) -> Vec<Self::Weight> {
+        let (whole, mut first) = (Arc::new(weight), 0);
+        let part = |count: &usize| {
+            first += count;
+            CubeWeight::Rows(whole.clone(), first - count..first)
+        };
+        counts.iter().map(part).collect()
     }
 
     fn dense(weight: &Self::Weight) -> Tensor<Self, 2> {
@@ -155,8 +202,8 @@ where
 
     fn embed_tokens(table: &Self::Weight, ids: &[u32], batch: usize, to: Precision) -> Tensor<Self, 3> {
         match table {
-            CubeWeight::Dense(table) => {
-                let table = contiguous(table.clone());
+            CubeWeight::Dense(_) | CubeWeight::Rows(..) => {
+                let table = table.values(DType::F32);
                 tensor(embed_tokens::cube::launch(table, ids, batch, to))
             }
             CubeWeight::Packed(table) => {
@@ -182,15 +229,56 @@ where
     }
 
     fn swiglu(x: Tensor<Self, 3>, gate: &Self::Weight, up: &Self::Weight, to: Precision) -> Tensor<Self, 3> {
-        // Both products pass through memory in the type of the result: a bfloat16 more per element than the formula.
-        let stored = if storage::<R>(to) == DType::F32 {
-            Precision::Full
-        } else {
-            to
-        };
+        let stored = between::<R>(to);
         let gate = linear(x.clone(), gate, None, stored);
         let up = linear(x, up, None, stored);
         tensor(gate::launch(primitive(gate), primitive(up), Gate::Swiglu, to))
+    }
+
+    fn quantize_rows(x: Tensor<Self, 3>, format: ActivationFormat) -> Tensor<Self, 3> {
+        let width = x.dims()[2];
+        // Devices that store bfloat16 divide and round as the formulas say.
+        let values = R::NARROW.then(|| quantize_rows::cube::values(&primitive(x.clone()), width, format));
+        values
+            .flatten()
+            .map_or_else(|| quantize_rows::reference(x, format), tensor)
+    }
+
+    fn project_quantized(
+        x: Tensor<Self, 3>,
+        format: ActivationFormat,
+        weight: &Self::Weight,
+        residual: Option<Tensor<Self, 3>>,
+        to: Precision,
+    ) -> Tensor<Self, 3> {
+        let narrow = NarrowRows::new(&x, format, &[weight]);
+        narrow
+            .and_then(|rows| rows.product(weight, residual.clone(), to))
+            .unwrap_or_else(|| linear(Self::quantize_rows(x, format), weight, residual, to))
+    }
+
+    fn swiglu_quantized(
+        x: Tensor<Self, 3>,
+        format: ActivationFormat,
+        gate: &Self::Weight,
+        up: &Self::Weight,
+        to: Precision,
+    ) -> Tensor<Self, 3> {
+        let stored = between::<R>(to);
+        let products = NarrowRows::new(&x, format, &[gate, up])
+            .map(|rows| [gate, up].map(|weight| rows.product::<BT>(weight, None, stored)));
+        match products {
+            Some([Some(gate), Some(up)]) => tensor(gate::launch(primitive(gate), primitive(up), Gate::Swiglu, to)),
+            _ => Self::swiglu(Self::quantize_rows(x, format), gate, up, to),
+        }
+    }
+
+    fn route_experts(x: Tensor<Self, 3>, router: &Self::Weight, top_k: usize) -> Routing<Self> {
+        let ([batch, tokens, _], [count, _]) = (x.dims(), router.shape());
+        // Rows in float32 meet the router in float32: what a product of two terms leaves out could change a choice.
+        let router = CubeWeight::Dense(round::cube::launch(router.values(DType::F32), Precision::Full));
+        let logits = linear(x, &router, None, Precision::Full);
+        route_experts::choose(logits.reshape([batch * tokens, count]), top_k)
     }
 
     fn expert_feed_forward(
@@ -206,6 +294,24 @@ where
         expert_feed_forward::grouped(x, routing, experts, inner, |g, up| {
             tensor(gate::launch(primitive(g), primitive(up), Gate::Swiglu, inner))
         })
+    }
+
+    fn mixture_of_experts(
+        residual: Tensor<Self, 3>,
+        x: Tensor<Self, 3>,
+        weights: &Mixture<Self>,
+        to: Precision,
+    ) -> (Tensor<Self, 3>, Routing<Self>) {
+        match routed_on_device(&residual, &x, weights, to) {
+            Some([y, experts, shares]) => {
+                let routing = Routing {
+                    experts: Tensor::from_primitive(experts),
+                    weights: tensor(shares),
+                };
+                (tensor(y), routing)
+            }
+            None => mixture_of_experts::mixture(residual, x, weights, to),
+        }
     }
 
     fn offset_rms_norm<const D: usize>(
@@ -331,7 +437,7 @@ where
         let tile = (elements / head.shape()[0]).clamp(1, rows.max(1));
         // Expanded once for all tiles.
         let head = &match head {
-            CubeWeight::Packed(packed) if packed.row_scales.is_none() => {
+            CubeWeight::Packed(packed) => {
                 CubeWeight::Dense(packed.codes.values(product_type::<R>(&primitive(hidden.clone()))))
             }
             other => other.clone(),
@@ -359,6 +465,121 @@ where
     }
 }
 
+/// What the products of a SwiGLU pass through memory in: the type of the result, a bfloat16 more per element than the
+/// formula.
+fn between<R: KernelRuntime>(to: Precision) -> Precision {
+    if storage::<R>(to) == DType::F32 {
+        Precision::Full
+    } else {
+        to
+    }
+}
+
+/// The mixture by the runtime's own kernels; `None` where it has none, or the matrices of the experts are not stacked.
+fn routed_on_device<R, BT>(
+    residual: &Tensor<CubeBackend<R, f32, i32, BT>, 3>,
+    x: &Tensor<CubeBackend<R, f32, i32, BT>, 3>,
+    weights: &Mixture<CubeBackend<R, f32, i32, BT>>,
+    to: Precision,
+) -> Option<[CubeTensor<R>; 3]>
+where
+    R: KernelRuntime,
+    BT: burn_cubecl::element::BoolElement,
+{
+    let (residual, x) = (primitive(residual.clone()), primitive(x.clone()));
+    let narrow = residual.dtype == DType::BF16 && x.dtype == DType::BF16;
+    if storage::<R>(to) != DType::BF16 || !narrow {
+        return None;
+    }
+    let gate_up = CubeWeight::whole(weights.experts.iter().map(|expert| &expert.gate_up))?;
+    let down = CubeWeight::whole(weights.experts.iter().map(|expert| &expert.down))?;
+    let values = |weight: &CubeWeight<R>| weight.values(DType::BF16);
+    R::mixture_of_experts(&MixtureOperands {
+        residual: &residual,
+        x: &x,
+        router: &values(&weights.router),
+        top_k: weights.top_k,
+        gate_up: &values(gate_up),
+        down: &values(down),
+        shared_gate: &values(&weights.shared_gate),
+        shared_up: &values(&weights.shared_up),
+        shared_down: &values(&weights.shared_down),
+        shared_score: &values(&weights.shared_score),
+    })
+}
+
+/// Rows in a narrow format, as tensor cores multiply them.
+enum NarrowRows<R: KernelRuntime> {
+    /// E4M3 codes, four per word, and the float32 scale of every row: for weights that are FP8 rows too.
+    Codes {
+        codes: CubeTensor<R>,
+        scales: CubeTensor<R>,
+        /// `[batch, tokens]`.
+        shape: [usize; 2],
+    },
+    /// Values in bfloat16, exact, over a factor that all of them share.
+    Scaled(CubeTensor<R>, f32),
+}
+
+impl<R: KernelRuntime> NarrowRows<R> {
+    /// The rows of `x` in bfloat16 for products with `weights`; `None` when the device multiplies no such pair.
+    fn new<BT>(
+        x: &Tensor<CubeBackend<R, f32, i32, BT>, 3>,
+        format: ActivationFormat,
+        weights: &[&CubeWeight<R>],
+    ) -> Option<Self>
+    where
+        BT: burn_cubecl::element::BoolElement,
+    {
+        let ([batch, tokens, width], rows) = (x.dims(), primitive(x.clone()));
+        let eight_bit = |weight: &&CubeWeight<R>| matches!(weight, CubeWeight::Packed(w) if w.row_scales.is_some());
+        match format {
+            _ if !R::NARROW || rows.dtype != DType::BF16 => None,
+            ActivationFormat::Fp8 if width.is_multiple_of(4) && weights.iter().all(eight_bit) => {
+                let (codes, scales) = quantize_rows::cube::launch(&rows, width);
+                Some(Self::Codes {
+                    codes,
+                    scales,
+                    shape: [batch, tokens],
+                })
+            }
+            ActivationFormat::Nvfp4 { divisor, rounding } if width.is_multiple_of(quantize_rows::NVFP4_GROUP) => {
+                let rows = quantize_rows::cube::nvfp4(&rows, divisor, rounding, DType::BF16);
+                Some(Self::Scaled(rows, quantize_rows::cube::nvfp4_factor(divisor)))
+            }
+            _ => None,
+        }
+    }
+
+    /// `addend + x w^T` in bfloat16, `[batch, tokens, out]` as the addend.
+    fn product<BT>(
+        &self,
+        weight: &CubeWeight<R>,
+        addend: Option<Tensor<CubeBackend<R, f32, i32, BT>, 3>>,
+        to: Precision,
+    ) -> Option<Tensor<CubeBackend<R, f32, i32, BT>, 3>>
+    where
+        BT: burn_cubecl::element::BoolElement,
+    {
+        let addend = addend.map(primitive);
+        if storage::<R>(to) != DType::BF16 || addend.as_ref().is_some_and(|c: &CubeTensor<R>| c.dtype != DType::BF16) {
+            return None;
+        }
+        match (self, weight) {
+            (Self::Codes { codes, scales, shape }, CubeWeight::Packed(packed)) => {
+                let [batch, tokens] = *shape;
+                let weight = (&packed.codes.words, packed.row_scales.as_ref()?);
+                let y = R::linear_e4m3((codes, scales), weight, packed.codes.shape, addend.as_ref())?;
+                Some(tensor::<R, _, 2>(y).reshape([batch, tokens, packed.codes.shape[0]]))
+            }
+            (Self::Scaled(rows, factor), _) => {
+                R::linear(rows, &weight.values(DType::BF16), addend.as_ref(), *factor, DType::BF16).map(tensor)
+            }
+            _ => None,
+        }
+    }
+}
+
 /// What codes are expanded to for a product with `rows`: rows in float32 meet every value as it is.
 fn product_type<R: KernelRuntime>(rows: &CubeTensor<R>) -> DType {
     if rows.dtype == DType::F32 {
@@ -380,8 +601,6 @@ where
     R: KernelRuntime,
     BT: burn_cubecl::element::BoolElement,
 {
-    let [batch, tokens, width] = x.dims();
-    let [outputs, _] = weight.shape();
     // Products come in bfloat16 or float32; halves are rounded from the latter.
     let dtype = match storage::<R>(to) {
         DType::BF16 => DType::BF16,
@@ -390,25 +609,16 @@ where
     let rows = primitive(x.clone());
     let add = addend.clone().map(primitive);
     let addable = add.as_ref().is_none_or(|c: &CubeTensor<R>| c.dtype == dtype);
-    if let CubeWeight::Packed(packed) = weight
-        && let (Some(scales), DType::BF16, DType::BF16, true) = (&packed.row_scales, rows.dtype, dtype, addable)
-    {
-        let (codes, row_scales) = quantize_rows::cube::launch(&rows, width);
-        let weight = (&packed.codes.words, scales);
-        if let Some(y) = R::linear_e4m3((&codes, &row_scales), weight, packed.codes.shape, add.as_ref()) {
-            return tensor::<R, _, 2>(y).reshape([batch, tokens, outputs]);
-        }
-    }
     let values = weight.values(product_type(&rows));
     let product = if !addable {
         None
     } else if rows.dtype == DType::F32 && dtype == DType::F32 {
-        R::linear(&rows, &values, add.as_ref(), dtype)
+        R::linear(&rows, &values, add.as_ref(), 1.0, dtype)
     } else if R::NARROW {
         let narrow = |matrix: CubeTensor<R>| round::cube::launch(matrix, Precision::Bf16);
-        R::linear(&narrow(rows), &narrow(values.clone()), add.as_ref(), dtype)
+        R::linear(&narrow(rows), &narrow(values.clone()), add.as_ref(), 1.0, dtype)
     } else {
-        R::linear(&rows, &values, add.as_ref(), dtype)
+        R::linear(&rows, &values, add.as_ref(), 1.0, dtype)
     };
     match product {
         Some(y) => tensor(round::cube::launch(y, to)),

@@ -6,7 +6,7 @@
 use burn::tensor::Tensor;
 
 use crate::backend::{DeltaHeads, EvaluatorBackend, HeadRequest, HeadScores, RotaryTable, Routing};
-use crate::ops::mixture_of_experts::{Mixture, mixture};
+use crate::ops::mixture_of_experts::Mixture;
 use crate::precise::Rounding;
 use crate::precision::Precision;
 
@@ -111,7 +111,7 @@ impl Evaluation {
         weights: &Mixture<B>,
     ) -> (Tensor<B, 3>, Routing<B>) {
         match self.precise() {
-            None => mixture(residual, x, weights, self.to),
+            None => B::mixture_of_experts(residual, x, weights, self.to),
             Some(how) => B::precise(&x.device()).mixture_of_experts(residual, x, weights, how),
         }
     }

@@ -8,9 +8,11 @@
 //! what the allocator cannot reuse.
 
 use perplexity_kernels::Precision;
+use perplexity_kernels::backend::ActivationFormat;
 pub use perplexity_kernels::backend::Residency;
 use perplexity_kernels::precise::{OUTPUT_TILE, ROW_TILE, SCORE_ELEMENTS};
 
+use crate::activations::Activations;
 use crate::config::{FeedForwardConfig, LayerType, TextConfig};
 use crate::parameters::{Parameter, parameters};
 use crate::route::{Boundary, Route};
@@ -102,7 +104,7 @@ pub enum Batch {
 }
 
 impl Needs {
-    /// What scoring `windows` with the model of `source` takes.
+    /// What scoring `windows` with the model of `source` takes, inputs narrowed as `activations` say.
     ///
     /// # Errors
     /// When the source does not say how a parameter is stored.
@@ -111,12 +113,13 @@ impl Needs {
         route: Route,
         storage: DeviceStorage,
         windows: WindowShape,
+        activations: &Activations,
     ) -> Result<Self, SourceError> {
         let config = source.config();
         // Unrounded routes keep float32 rows and never round a weight.
         let unrounded = route.at(Boundary::Norm) == Precision::Full;
         let row = if unrounded { 4 } else { storage.narrow };
-        let (mut dense, mut packed, mut largest) = (0, 0, 0);
+        let (mut dense, mut packed, mut largest, mut largest_code) = (0, 0, 0, 0);
         let mut embedding: Option<StoredParameter> = None;
         for parameter in parameters(config) {
             let stored = source.stored(&parameter.name)?;
@@ -127,13 +130,26 @@ impl Needs {
                 _ => {}
             }
             let weight = Weight::of(&parameter, &stored, storage.narrow, source.artifact().is_some());
-            dense += weight.dense;
             packed += weight.packed;
+            if activations.of(&parameter.name) == Some(ActivationFormat::Fp8) && weight.packed < weight.dense {
+                // Codes in either form, expanded only where they cannot meet codes; row scales once more in float32.
+                let scales = 4 * parameter.shape[0] as u64;
+                (dense, packed) = (dense + weight.packed + scales, packed + scales);
+                largest_code = largest_code.max(4 * stored.elements);
+                continue;
+            }
+            dense += weight.dense;
             if weight.packed < weight.dense {
                 largest = largest.max(stored.elements * row);
             }
         }
-        packed += largest;
+        if let (FeedForwardConfig::Moe(dims), true) = (&config.feed_forward, packed < dense) {
+            // All experts of a layer are expanded at once.
+            largest =
+                largest.max(row * (3 * dims.num_experts * dims.moe_intermediate_size * config.hidden_size) as u64);
+        }
+        packed += largest.max(largest_code);
+        dense += largest_code;
         if route.keeps_weights() {
             dense = packed;
         }

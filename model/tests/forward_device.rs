@@ -7,6 +7,8 @@ mod forward_common;
 
 use forward_common::{checkpoint, data, json, sliding, tensors, total_nll};
 use perplexity_kv::options::KvOptions;
+#[cfg(feature = "flex")]
+use perplexity_model::activations::{Activations, Nvfp4Rounding, Permitted};
 use perplexity_model::backends;
 use perplexity_model::bindings::ArtifactSource;
 use perplexity_model::convert::{ConvertOptions, Recipe, convert};
@@ -104,15 +106,29 @@ fn golden_texts_have_hugging_faces_perplexities() {
 
 #[test]
 fn dense_fixture_likelihood_equals_hugging_face() {
-    let golden = json("fixtures/dense/golden.json");
-    let ids = &tensors("fixtures/dense/golden.safetensors")["input_ids"];
+    fixture_likelihood_equals_hugging_face("fixtures/dense", [1e-4, 4e-3]);
+}
+
+/// Not trained, so that experts nearly tie: a row that goes to another one moves the mean by a step.
+#[test]
+fn mixture_fixture_likelihood_equals_hugging_face() {
+    fixture_likelihood_equals_hugging_face("fixtures/moe", [5e-3, 5e-3]);
+}
+
+/// `tolerances` per token in the routes exact and normal.
+fn fixture_likelihood_equals_hugging_face(folder: &str, tolerances: [f64; 2]) {
+    let golden = json(&format!("{folder}/golden.json"));
+    let ids = &tensors(&format!("{folder}/golden.safetensors"))["input_ids"];
     let window = Window {
         tokens: ids.iter().map(|&id| id as u32).collect(),
         first_target: 1,
     };
-    let source = checkpoint("fixtures/dense");
+    let source = checkpoint(folder);
     for (name, load) in asked_devices() {
-        for (route, prefix, tolerance) in [(Route::Exact, "f32", 1e-4), (Route::Normal, "bf16_eager", 4e-3)] {
+        for (route, prefix, tolerance) in [
+            (Route::Exact, "f32", tolerances[0]),
+            (Route::Normal, "bf16_eager", tolerances[1]),
+        ] {
             for (rows, kind) in [("public_tokens", "public"), ("rows", "all")] {
                 let rows = golden[rows].as_u64().unwrap() as usize;
                 let options = ScorerOptions {
@@ -123,12 +139,12 @@ fn dense_fixture_likelihood_equals_hugging_face() {
                 let want = golden[format!("{prefix}_{kind}_total_nll")].as_f64().unwrap();
                 let mean = (got - want) / window.positions() as f64;
                 println!(
-                    "{name} {:6} {rows} rows: {got:.4}, not {want:.4}: {mean:+.2e} per token",
+                    "{name} {folder} {:6} {rows} rows: {got:.4}, not {want:.4}: {mean:+.2e} per token",
                     route.name()
                 );
                 assert!(
                     mean.abs() < tolerance,
-                    "{name} {}, {rows} rows: {got}, not {want}",
+                    "{name} {folder} {}, {rows} rows: {got}, not {want}",
                     route.name()
                 );
             }
@@ -336,6 +352,92 @@ fn stored_formats_score_as_on_the_cpu() {
                 println!("{what}: {got:.6}, {relative:+.2e} from the CPU");
                 assert!(relative.abs() < tolerance, "{what}: {relative:e}");
             }
+        }
+    }
+}
+
+/// Inputs narrowed to FP8 and NVFP4 where an imported mix permits it: nearer to the CPU with the same inputs than that is to
+/// 16 bits.
+#[cfg(feature = "flex")]
+#[test]
+fn narrowed_activations_score_as_on_the_cpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mix.ninfer");
+    let recipe = ConvertOptions::new(Recipe::named("qwen3_8_27b_nvfp4").unwrap());
+    convert(&data("quantised/nvfp4_compressed"), &path, &recipe, &mut |_| ()).unwrap();
+    let source = ArtifactSource::open(&path).unwrap();
+    let permitted = Permitted {
+        integer: true,
+        rounding: Nvfp4Rounding::Engine,
+    };
+    let narrowed = Activations::permitted(&source, permitted).unwrap();
+    assert_eq!(narrowed.inputs().keys().copied().collect::<Vec<_>>(), ["fp8", "nvfp4"]);
+    // Ids below the rows of its head.
+    let ids = &tensors("fixtures/moe/golden.safetensors")["input_ids"];
+    let windows = [Window {
+        tokens: ids.iter().map(|&id| id as u32).collect(),
+        first_target: 1,
+    }];
+    let score = |load: Load, activations: &Activations, residency| -> Vec<f32> {
+        let mut options = ScorerOptions::new(source.config().vocab_size);
+        options.load.activations = activations.clone();
+        options.load.residency = residency;
+        let scores = load(&source, &options)
+            .unwrap()
+            .score(&windows, &Ask::default())
+            .unwrap();
+        scores.into_iter().flat_map(|scores| scores.logprobs).collect()
+    };
+    let distance = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).sum::<f32>() / a.len() as f32;
+    let want = score(backends::flex::load, &narrowed, Residency::Dense);
+    let sixteen = score(backends::flex::load, &Activations::default(), Residency::Dense);
+    for (name, load) in fast_devices() {
+        for residency in [Residency::Dense, Residency::Packed] {
+            let got = score(load, &narrowed, residency);
+            let (near, far) = (distance(&got, &want), distance(&sixteen, &want));
+            println!(
+                "{name}, {residency:?}: mean |d log-prob| {near:.2e} from the CPU, which is {far:.2e} from 16 bits"
+            );
+            assert!(
+                near < far / 2.0,
+                "{name}, {residency:?}: {near:e} from the CPU, {far:e} to 16 bits"
+            );
+        }
+    }
+}
+
+/// A mixture of experts in codes, expanded on loading and for each use.
+#[cfg(feature = "flex")]
+#[test]
+fn stored_experts_score_as_on_the_cpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("moe.ninfer");
+    let recipe = ConvertOptions::new(Recipe::named("qwen3_6_35b_a3b").unwrap());
+    convert(&data("fixtures/moe"), &path, &recipe, &mut |_| ()).unwrap();
+    let source = ArtifactSource::open(&path).unwrap();
+    let rows = json("fixtures/moe/golden.json")["rows"].as_u64().unwrap() as usize;
+    let ids = &tensors("fixtures/moe/golden.safetensors")["input_ids"];
+    let window = Window {
+        tokens: ids.iter().map(|&id| id as u32).collect(),
+        first_target: 1,
+    };
+    for (name, load) in asked_devices() {
+        for (route, residency, tolerance) in [
+            // Rounding sends rows of this untrained model to other experts.
+            (Route::Exact, Residency::Packed, 1e-5),
+            (Route::Normal, Residency::Packed, 3e-2),
+            (Route::Normal, Residency::Dense, 3e-2),
+        ] {
+            let mut options = ScorerOptions {
+                route,
+                ..ScorerOptions::new(rows)
+            };
+            options.load.residency = residency;
+            let nll = |load: Load| total_nll(&mut *load(&source, &options).unwrap(), std::slice::from_ref(&window));
+            let mean = (nll(load) - nll(backends::flex::load)) / window.positions() as f64;
+            let what = format!("{name}, {}, {residency:?}", route.name());
+            println!("{what}: {mean:+.2e} per token from the CPU");
+            assert!(mean.abs() < tolerance, "{what}: {mean:e} per token");
         }
     }
 }

@@ -86,7 +86,7 @@ pub(super) fn launch(q: &CudaTensor, keys: &CudaTensor, values: &CudaTensor, fir
 }
 
 /// `shape` seen through `strides` (elements), copied in boxes of `tile`.
-fn map(x: &CudaTensor, shape: [usize; 4], strides: [usize; 4], tile: [usize; 4]) -> TensorMapBinding {
+pub(super) fn map(x: &CudaTensor, shape: [usize; 4], strides: [usize; 4], tile: [usize; 4]) -> TensorMapBinding {
     let meta = TensorMapMeta {
         format: TensorMapFormat::Tiled(TiledArgs {
             tile_size: Shape::from(tile),

@@ -1,5 +1,5 @@
-//! `out[m, n] = x[m, k] w[n, k]^T (+ addend)` through cuBLASLt, float32 accumulation, the sum rounded once; of f64 operands
-//! f64 throughout.
+//! `out[m, n] = factor x[m, k] w[n, k]^T (+ addend)` through cuBLASLt, float32 accumulation, the sum rounded once; of f64
+//! operands f64 throughout.
 //!
 //! cuBLASLt is column-major: row-major `out` is its `n x m` matrix `op_T(W) X` with `W` read as `k x n`, so weights stay
 //! `[out, in]` as checkpoints store them.
@@ -87,6 +87,7 @@ pub(super) fn linear(
     x: &CudaTensor,
     weight: &CudaTensor,
     addend: Option<&CudaTensor>,
+    factor: f32,
     dtype: DType,
 ) -> Option<CudaTensor> {
     let engine = engine(&x.device).ok()?;
@@ -111,7 +112,8 @@ pub(super) fn linear(
         input: x.dtype,
         output: dtype,
     };
-    engine.submit(key, Operands::new(x, weight, addend, &out, None)).ok()?;
+    let operands = Operands::new(x, weight, addend, &out, None);
+    engine.submit(key, Operands { factor, ..operands }).ok()?;
     Some(out)
 }
 
@@ -174,6 +176,8 @@ struct Operands {
     out: Binding,
     /// Row scales of `x` and of the weight.
     scales: Option<(Binding, Binding)>,
+    /// What the product is multiplied by, in float32.
+    factor: f32,
 }
 
 impl Operands {
@@ -191,6 +195,7 @@ impl Operands {
             addend: addend.map(binding),
             out: binding(out),
             scales: scales.map(|(x, w)| (binding(x), binding(w))),
+            factor: 1.0,
         }
     }
 
@@ -208,6 +213,7 @@ impl Operands {
             addend: self.addend.map(&mut address),
             out: address(self.out),
             scales: self.scales.map(|(x, w)| (address(x), address(w))),
+            factor: self.factor,
         }
     }
 }
@@ -218,6 +224,7 @@ struct Addresses {
     addend: Option<u64>,
     out: u64,
     scales: Option<(u64, u64)>,
+    factor: f32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -438,7 +445,7 @@ impl Library {
         };
         // One and the other factor, as wide as the sums.
         let beta = if at.addend.is_some() { 1.0 } else { 0.0 };
-        let (narrow, wide) = ([1.0f32, beta as f32], [1.0f64, beta]);
+        let (narrow, wide) = ([at.factor, beta as f32], [f64::from(at.factor), beta]);
         let [alpha, beta]: [*const c_void; 2] = match key.input {
             DType::F64 => [(&raw const wide[0]).cast(), (&raw const wide[1]).cast()],
             _ => [(&raw const narrow[0]).cast(), (&raw const narrow[1]).cast()],

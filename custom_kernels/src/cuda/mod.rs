@@ -8,6 +8,7 @@ mod attention;
 pub mod card;
 mod delta;
 pub mod gemm;
+mod mixture;
 pub mod precise;
 mod source;
 mod upload;
@@ -23,7 +24,7 @@ use cubecl::prelude::ComputeClient;
 use cubecl::server::Handle;
 use cudarc::driver::{result::device as driver_device, sys::CUdevice_attribute};
 
-use crate::cube::{CubeTensor, KernelRuntime};
+use crate::cube::{CubeTensor, KernelRuntime, MixtureOperands};
 use crate::ops::{gated_delta_rule::DeltaHeads, round};
 use crate::precise::Precise;
 use crate::precision::Precision;
@@ -52,17 +53,29 @@ impl KernelRuntime for CudaRuntime {
         upload::upload(client, size, pieces, device)
     }
 
-    fn linear(x: &CudaTensor, weight: &CudaTensor, addend: Option<&CudaTensor>, dtype: DType) -> Option<CudaTensor> {
+    fn linear(
+        x: &CudaTensor,
+        weight: &CudaTensor,
+        addend: Option<&CudaTensor>,
+        factor: f32,
+        dtype: DType,
+    ) -> Option<CudaTensor> {
         if let (DType::F32, DType::BF16, None, DType::F32) = (x.dtype, weight.dtype, addend, dtype)
+            && factor == 1.0
             && compute_capability(&x.device) >= AMPERE
             && let Some(y) = wide_rows::launch(x, weight)
         {
             return Some(y);
         }
         if x.dtype == DType::F32 && weight.dtype == DType::BF16 {
-            return gemm::linear(x, &round::cube::launch(weight.clone(), Precision::Full), addend, dtype);
+            let weight = round::cube::launch(weight.clone(), Precision::Full);
+            return gemm::linear(x, &weight, addend, factor, dtype);
         }
-        gemm::linear(x, weight, addend, dtype)
+        gemm::linear(x, weight, addend, factor, dtype)
+    }
+
+    fn multiplies_e4m3(device: &CudaDevice) -> bool {
+        multiplies_fp8(device)
     }
 
     fn linear_e4m3(
@@ -72,6 +85,10 @@ impl KernelRuntime for CudaRuntime {
         addend: Option<&CudaTensor>,
     ) -> Option<CudaTensor> {
         gemm::linear_e4m3(x, weight, shape, addend)
+    }
+
+    fn mixture_of_experts(operands: &MixtureOperands<'_, Self>) -> Option<[CudaTensor; 3]> {
+        (compute_capability(&operands.x.device) == HOPPER).then(|| mixture::launch(operands))?
     }
 
     fn causal_attention(
@@ -92,6 +109,11 @@ impl KernelRuntime for CudaRuntime {
     ) -> Option<(CudaTensor, CudaTensor)> {
         (compute_capability(&qkv.device) >= AMPERE).then(|| delta::launch(qkv, g, beta, state, heads))?
     }
+}
+
+/// Whether `device` multiplies E4M3 codes with a scale per row, a feature of Hopper and its cuBLASLt.
+pub fn multiplies_fp8(device: &CudaDevice) -> bool {
+    compute_capability(device) == HOPPER && gemm::availability(device).is_ok()
 }
 
 /// The major compute capability of a device; 0 when the driver does not say.

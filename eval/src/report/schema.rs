@@ -157,7 +157,7 @@ pub struct Settings {
     pub reference: bool,
     /// No fast path, fixed reduction orders.
     pub reproducible: bool,
-    /// Fast paths that ran.
+    /// Fast paths that ran: `kv_decoded_f16`, `fp8_products`.
     pub fast_paths: Vec<String>,
     /// 4-bit expert activations.
     pub expert_a4_activations: bool,

@@ -28,6 +28,7 @@ pub fn facts(index: usize) -> Result<DeviceFacts, ModelError> {
     Ok(DeviceFacts {
         name: Some(card.name),
         free_bytes: Some(card.free),
+        multiplies_fp8: perplexity_kernels::cuda::multiplies_fp8(&CudaDevice::new(index)),
     })
 }
 

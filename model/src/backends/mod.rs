@@ -16,4 +16,6 @@ pub struct DeviceFacts {
     pub name: Option<String>,
     /// Bytes of its memory that nobody uses.
     pub free_bytes: Option<u64>,
+    /// Whether rows narrowed to FP8 meet FP8 weights code by code.
+    pub multiplies_fp8: bool,
 }

@@ -8,6 +8,7 @@ use perplexity_kernels::{EvaluatorBackend, Precision};
 use super::{OperationTime, PassShape, median, random, size};
 use crate::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig};
 use crate::layers::loader::{LoadOptions, Loader};
+use crate::layers::moe::Moe;
 use crate::route::{Boundary, Route};
 use crate::scorer::ModelError;
 use crate::source::TextSource;
@@ -268,28 +269,27 @@ impl<B: EvaluatorBackend> Bench<'_, B> {
         Ok(())
     }
 
-    /// Router and routed experts, then the shared one.
+    /// Router, routed experts and the shared one, in one operation.
     fn experts(&mut self, dims: &MoeConfig) -> Result<(), ModelError> {
         let loader = self.loader.scope("layers/0").scope("moe");
-        let (hidden, inner) = (self.config.hidden_size, dims.moe_intermediate_size);
+        let (hidden, to) = (self.config.hidden_size, self.to);
         let (rows, calls) = (self.shape.rows(), self.config.layer_types.len());
-        let (count, top_k) = (dims.num_experts, dims.num_experts_per_tok);
-        let x = self.rows(hidden);
-        let router = loader.matrix("router", [count, hidden])?;
-        let bytes = size(&x) + WEIGHT_BYTES * count * hidden;
-        self.time("experts: router", calls, 2 * rows * count * hidden, bytes, || {
-            drop(B::route_experts(x.clone(), &router, top_k));
+        let weights = Moe::load(&loader, hidden, dims)?.0;
+        let (x, residual) = (self.rows(hidden), self.rows(hidden));
+        // Every row meets the router, three matrices of each of its experts and of the shared one, and its score; every
+        // expert that any row chose is read once.
+        let (routed, shared) = (
+            3 * dims.moe_intermediate_size * hidden,
+            3 * dims.shared_expert_intermediate_size * hidden,
+        );
+        let once = (dims.num_experts + 1) * hidden + shared;
+        let read = dims.num_experts.min(rows * dims.num_experts_per_tok);
+        let flops = 2 * rows * (once + dims.num_experts_per_tok * routed);
+        let bytes = 3 * size(&x) + WEIGHT_BYTES * (once + read * routed);
+        self.time("mixture of experts", calls, flops, bytes, || {
+            drop(B::mixture_of_experts(residual.clone(), x.clone(), &weights, to));
         });
-        let experts = loader.scope("experts").experts(count, hidden, inner)?;
-        let routing = B::route_experts(x.clone(), &router, top_k);
-        // Every row meets three matrices of each of its experts; every expert that any row chose is read once.
-        let read = count.min(rows * top_k);
-        let bytes = 2 * size(&x) + WEIGHT_BYTES * read * 3 * hidden * inner;
-        let flops = 6 * rows * top_k * hidden * inner;
-        self.time("experts: routed", calls, flops, bytes, || {
-            drop(B::expert_feed_forward(x.clone(), &routing, &experts));
-        });
-        self.feed_forward("moe/shared", dims.shared_expert_intermediate_size)
+        Ok(())
     }
 
     fn feed_forward(&mut self, scope: &str, inner: usize) -> Result<(), ModelError> {

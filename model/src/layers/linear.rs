@@ -9,6 +9,7 @@
 
 use burn::tensor::{Tensor, activation::silu};
 use perplexity_kernels::backend::ActivationFormat;
+use perplexity_kernels::evaluation::Arithmetic;
 use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 
 use crate::calibrate::Maximum;
@@ -43,18 +44,27 @@ impl<B: EvaluatorBackend> Linear<B> {
 
     /// `x W^T`, `[batch, tokens, in]` to `[batch, tokens, out]`.
     pub fn forward(&self, x: Tensor<B, 3>, how: Evaluation) -> Tensor<B, 3> {
-        how.project(self.see(x), &self.weight)
+        match self.narrowed_by_backend(how) {
+            Some(format) => B::project_quantized(x, format, &self.weight, None, how.to),
+            None => how.project(self.see(x), &self.weight),
+        }
     }
 
     /// `residual + x W^T`, rounded once.
     pub fn forward_add(&self, residual: Tensor<B, 3>, x: Tensor<B, 3>, how: Evaluation) -> Tensor<B, 3> {
-        how.project_add(residual, self.see(x), &self.weight)
+        match self.narrowed_by_backend(how) {
+            Some(format) => B::project_quantized(x, format, &self.weight, Some(residual), how.to),
+            None => how.project_add(residual, self.see(x), &self.weight),
+        }
     }
 
     /// `SiLU(x gate^T) * (x up^T)`.
     pub fn swiglu(gate: &Self, up: &Self, x: Tensor<B, 3>, how: Evaluation) -> Tensor<B, 3> {
         if gate.input == up.input {
-            return how.swiglu(gate.see(x), &gate.weight, &up.weight);
+            return match gate.narrowed_by_backend(how) {
+                Some(format) => B::swiglu_quantized(x, format, &gate.weight, &up.weight, how.to),
+                None => how.swiglu(gate.see(x), &gate.weight, &up.weight),
+            };
         }
         let full = Evaluation {
             to: Precision::Full,
@@ -62,6 +72,16 @@ impl<B: EvaluatorBackend> Linear<B> {
         };
         let gate = gate.forward(x.clone(), full);
         B::round(silu(gate) * up.forward(x, full), how.to)
+    }
+
+    /// The format that the product itself brings its rows to: that of whole rows, where the backend evaluates it.
+    fn narrowed_by_backend(&self, how: Evaluation) -> Option<ActivationFormat> {
+        match self.input {
+            // Only some rows of a pass.
+            Input::Quantized(ActivationFormat::Int8) => None,
+            Input::Quantized(format) => (how.arithmetic == Arithmetic::Native).then_some(format),
+            _ => None,
+        }
     }
 
     /// `x` as the weight meets it.

@@ -4,7 +4,7 @@
 //! such a backend refuses, is decoded to float32 first.
 
 use burn::tensor::{Tensor, TensorData};
-use perplexity_kernels::backend::{Expert, Residency};
+use perplexity_kernels::backend::{ActivationFormat, Expert, Residency};
 use perplexity_kernels::numeric::round_bf16;
 use perplexity_kernels::ops::expand_weight::{Packing, StoredMatrix, StoredRows};
 use perplexity_kernels::{EvaluatorBackend, Precision};
@@ -20,7 +20,8 @@ use crate::stored::stored_rows;
 /// What becomes of weights on loading.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LoadOptions {
-    /// How matrices stored in codes are kept on a device that takes codes.
+    /// How matrices stored in codes are kept on a device that takes codes; those of [`LoadOptions::activations`] in FP8
+    /// stay codes.
     pub residency: Residency,
     /// Grouped-integer format that the output head is rounded to.
     pub output_head: Option<Format>,
@@ -97,7 +98,8 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
 
     /// Matrix `[out, in]` as a projection.
     pub fn linear(&self, name: &str, shape: [usize; 2]) -> Result<Linear<B>, ModelError> {
-        Ok(Linear::new(self.matrix(name, shape)?, self.input(name)))
+        let input = self.input(name);
+        Ok(Linear::new(self.meeting(&input).matrix(name, shape)?, input))
     }
 
     /// Matrices `[rows, columns]` on top of one another, as one weight.
@@ -117,8 +119,23 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
     pub fn stacked_linear(&self, parts: &[(&str, usize)], columns: usize) -> Result<Vec<Linear<B>>, ModelError> {
         let alike = parts.chunk_by(|a, b| self.input(a.0) == self.input(b.0));
         alike
-            .map(|parts| Ok(Linear::new(self.stacked(parts, columns)?, self.input(parts[0].0))))
+            .map(|parts| {
+                let input = self.input(parts[0].0);
+                Ok(Linear::new(self.meeting(&input).stacked(parts, columns)?, input))
+            })
             .collect()
+    }
+
+    /// For projections that see their inputs as `input` says: codes stay codes where they meet codes.
+    fn meeting(&self, input: &Input) -> Self {
+        let residency = match input {
+            Input::Quantized(ActivationFormat::Fp8) => Residency::EightBit,
+            _ => self.residency,
+        };
+        Self {
+            residency,
+            ..self.clone()
+        }
     }
 
     /// How the projection `name` sees its input.
@@ -136,6 +153,21 @@ impl<'a, B: EvaluatorBackend> Loader<'a, B> {
 
     /// `count` routed experts, each `gate` and `up` `[inner, hidden]` and `down` `[hidden, inner]` under its number.
     pub fn experts(&self, count: usize, hidden: usize, inner: usize) -> Result<Vec<Expert<B::Weight>>, ModelError> {
+        if B::STACKS_EXPERTS {
+            let names = |matrix| (0..count).map(move |id| format!("{id}/{matrix}"));
+            let (gates, ups, downs): (Vec<_>, Vec<_>, Vec<_>) =
+                (names("gate").collect(), names("up").collect(), names("down").collect());
+            let pairs = gates
+                .iter()
+                .zip(&ups)
+                .flat_map(|(gate, up)| [(&**gate, inner), (&**up, inner)]);
+            let gate_up = self.stacked(&pairs.collect::<Vec<_>>(), hidden)?;
+            let down = downs.iter().map(|down| (&**down, hidden)).collect::<Vec<_>>();
+            let down = self.stacked(&down, inner)?;
+            let parts = B::rows(gate_up, &vec![2 * inner; count]).into_iter();
+            let pairs = parts.zip(B::rows(down, &vec![hidden; count]));
+            return Ok(pairs.map(|(gate_up, down)| Expert { gate_up, down }).collect());
+        }
         let expert = |id: usize| {
             let loader = self.scope(&id.to_string());
             Ok(Expert {

@@ -13,7 +13,7 @@ use crate::scorer::ModelError;
 
 /// The mixture of one block.
 #[derive(Debug)]
-pub struct Moe<B: EvaluatorBackend>(Mixture<B>);
+pub struct Moe<B: EvaluatorBackend>(pub(crate) Mixture<B>);
 
 impl<B: EvaluatorBackend> Moe<B> {
     /// Loads the parameters under `moe/`.

@@ -7,7 +7,7 @@ use super::{ExpandError, Packing, Planes, validate};
 use crate::cube::{CubeTensor, KernelRuntime, UNITS, address_type, cubes, empty, vector_size};
 
 /// The bits of a float32 that is no number.
-const NAN: u32 = 0x7fc0_0000;
+pub(crate) const NAN: u32 = 0x7fc0_0000;
 
 /// `words` from byte `at` on, as far as its word reaches.
 #[cube]
@@ -26,7 +26,7 @@ fn e2m1(code: u32) -> f32 {
 
 /// E4M3: `m / 512`, then `(1 + m / 8) 2^(e - 7)`; NaN where all of both are ones.
 #[cube]
-fn e4m3(code: u32) -> f32 {
+pub(crate) fn e4m3(code: u32) -> f32 {
     let (e, m) = ((code >> 3) & 15, code & 7);
     let normal = f32::reinterpret(select(
         e == 15 && m == 7,

@@ -32,8 +32,13 @@ pub struct Routing<B: Backend> {
 /// `top_k` times in turn the largest logit that is left, the lowest id that has it.
 pub fn reference<B: EvaluatorBackend>(x: Tensor<B, 3>, router: Tensor<B, 2>, top_k: usize) -> Routing<B> {
     let ([batch, tokens, _], [count, _]) = (x.dims(), router.dims());
-    let rows = batch * tokens;
-    let logits = project::reference(x, router, Precision::Full).reshape([rows, count]);
+    let logits = project::reference(x, router, Precision::Full);
+    choose(logits.reshape([batch * tokens, count]), top_k)
+}
+
+/// The routing that `logits` `[rows, experts]`, float32, give.
+pub fn choose<B: Backend>(logits: Tensor<B, 2>, top_k: usize) -> Routing<B> {
+    let [rows, count] = logits.dims();
     let p = softmax(logits.clone(), 1);
     let ids = Tensor::<B, 1, Int>::arange(0..count as i64, &p.device())
         .reshape([1, count])
