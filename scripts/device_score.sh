@@ -46,7 +46,7 @@ case "${1:-} ${2:-}" in
         before=$(date +%s.%N)
         "$program" --device cuda:0 --log-level warning --output "$work/$start" > /dev/null
         after=$(date +%s.%N)
-        echo "$start start: $(echo "$after - $before" | bc) s, loading $(figure "$work/$start" timing.load_seconds) s"
+        echo "$start start: $(python3 -c "print(f'{$after - $before:.2f}')") s, loading $(figure "$work/$start" timing.load_seconds) s"
     done
     echo '| `--kv-dtype` | CPU | card | relative | mean KL from the CPU |'
     echo '|---|---:|---:|---:|---:|'

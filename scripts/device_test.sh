@@ -4,17 +4,19 @@
 #   scripts/device_test.sh build [NAME...]   here: target-device/NAME.xz
 #   scripts/device_test.sh run [NAME...]     there, in a copy of the tree with target-device/
 #
-# Names: cube_kernels (every kernel against its reference), precise_device (the operations in f64 against the host's),
-# forward_device (the model against Hugging Face and the CPU).
+# Names: cube_kernels (every kernel against its reference), coded_rows and kv_device (the KV cache's kernels against the host's
+# codecs), precise_device (the operations in f64 against the host's), forward_device (the model against Hugging Face and the CPU).
 set -eu
 cd "$(dirname "$0")/.."
-FEATURES=perplexity-kernels/cuda,perplexity-kernels/flex,perplexity-model/cuda,perplexity-model/flex
+FEATURES=${FEATURES:-burn-perplexity/cuda}
+export DEVICE_TESTS=cuda
 action=${1:-}
 [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || set -- cube_kernels precise_device forward_device
+[ $# -gt 0 ] || set -- cube_kernels coded_rows kv_device precise_device forward_device
 for name in "$@"; do
     case "$action $name" in
-    *" cube_kernels" | *" precise_device") tests=cuda:: ;;
+    *" cube_kernels" | *" coded_rows" | *" precise_device") tests=cuda:: ;;
+    *" kv_device") tests=cuda ;;
     *" forward_device") tests= ;;
     *)
         sed -n '2,8p' "$0"
@@ -24,8 +26,8 @@ for name in "$@"; do
     case "$action" in
     build)
         mkdir -p target-device
-        # Both packages, so that every dependency is compiled once for both tests.
-        binary=$(cargo test -p perplexity-kernels -p perplexity-model --no-default-features --features "$FEATURES" \
+        # As a workspace, so that every dependency is compiled once for all tests.
+        binary=$(cargo test --locked --workspace --features "$FEATURES" \
             --test "$name" --no-run --message-format=json | sed -n "s/.*\"executable\":\"\([^\"]*$name[^\"]*\)\".*/\1/p" | tail -n 1)
         strip -o "target-device/$name" "$binary"
         xz -1 -f -T0 "target-device/$name"

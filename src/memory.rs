@@ -77,7 +77,10 @@ fn look_at(device: Device) -> Result<Option<(DeviceFacts, DeviceStorage)>, Failu
             Ok(Some((facts, DeviceStorage::NARROW)))
         }
         #[cfg(feature = "vulkan")]
-        Device::Vulkan(_) => Ok(Some((perplexity_model::backends::vulkan::facts(), DeviceStorage::WIDE))),
+        Device::Vulkan(_) => {
+            let facts = perplexity_model::backends::vulkan::facts().map_err(Failure::failed)?;
+            Ok(Some((facts, DeviceStorage::WIDE)))
+        }
         _ => Ok(None),
     }
 }
@@ -117,8 +120,8 @@ impl CardPlan {
             tokens,
             prefill_chunk: options.prefill.effective(&options.kv, source.config()),
         };
-        let route = options.numerics.route;
-        let needs = Needs::of(source, route, storage, windows, activations).map_err(Failure::failed)?;
+        let (route, kv) = (options.numerics.route, options.kv.codec());
+        let needs = Needs::of(source, route, storage, windows, activations, kv).map_err(Failure::failed)?;
         let budget = options.memory_budget.or(facts.free_bytes);
         let batch = match options.batch {
             Some(n) => Batch::Exactly(n.get()),

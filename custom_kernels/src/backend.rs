@@ -10,17 +10,18 @@
 
 use std::fmt::Debug;
 
-use burn::tensor::{Tensor, activation::silu, backend::Backend};
+use burn::tensor::{Int, Tensor, activation::silu, backend::Backend};
 
 use crate::host::gemm::Panels;
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expand_weight::StoredMatrix,
-    expert_feed_forward, gated_delta_rule, gated_rms_norm, mixture_of_experts, offset_rms_norm, project, quantize_rows,
-    rotary, round, route_experts, score_head, sigmoid_gate, sparse_attention, swiglu,
+    expert_feed_forward, gated_delta_rule, gated_rms_norm, hadamard, mixture_of_experts, offset_rms_norm, project,
+    quantize_rows, rotary, round, route_experts, score_head, sigmoid_gate, sparse_attention, swiglu, widen,
 };
 use crate::precise::{Host, Precise};
 use crate::precision::Precision;
 
+pub use crate::ops::coded_rows::{RowCoding, RowFormat};
 pub use crate::ops::expert_feed_forward::Expert;
 pub use crate::ops::gated_delta_rule::DeltaHeads;
 pub use crate::ops::mixture_of_experts::Mixture;
@@ -45,7 +46,7 @@ pub enum Residency {
 /// A burn backend with the operations of the forward pass.
 pub trait EvaluatorBackend: Backend {
     /// Whether values live on a device of their own: stored matrices then go there as they are, and rows of the KV cache are
-    /// coded there.
+    /// coded there, with [`EvaluatorBackend::append_coded`] and [`EvaluatorBackend::decoded_rows`].
     const ON_DEVICE: bool = false;
 
     /// Whether the routed experts of a mixture are wanted as rows of two matrices, all gates and ups and all downs; see
@@ -265,6 +266,32 @@ pub trait EvaluatorBackend: Backend {
     /// `at` on; see [`append_rows`].
     fn append_rows(cache: Tensor<Self, 4>, rows: Tensor<Self, 4>, at: usize) -> Tensor<Self, 4> {
         append_rows::reference(cache, rows, at)
+    }
+
+    /// `H x` over blocks of `block` features of the last axis; see [`hadamard`].
+    fn hadamard<const D: usize>(x: Tensor<Self, D>, block: usize, to: Precision) -> Tensor<Self, D> {
+        Self::round(hadamard::reference(widen(x), block), to)
+    }
+
+    /// Codes `rows` `[batch, tokens, kv_heads, 256]` into `cache` `[batch, kv_heads, capacity, words]` from row `at` on; see
+    /// [`coded_rows`](crate::ops::coded_rows). `None` on backends without a device.
+    fn append_coded(
+        _cache: Tensor<Self, 4, Int>,
+        _rows: Tensor<Self, 4>,
+        _at: usize,
+        _coding: RowCoding,
+    ) -> Option<Tensor<Self, 4, Int>> {
+        None
+    }
+
+    /// The first `visible` rows of such a cache as decoded, `[batch, kv_heads, visible, 256]`. `None` as above.
+    fn decoded_rows(
+        _cache: Tensor<Self, 4, Int>,
+        _visible: usize,
+        _format: RowFormat,
+        _to: Precision,
+    ) -> Option<Tensor<Self, 4>> {
+        None
     }
 
     /// Causal grouped-query attention of `q` `[batch, tokens, heads, head_dim]` at positions `first_position..` over

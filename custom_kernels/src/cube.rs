@@ -278,6 +278,13 @@ pub(crate) fn row_sum(value: f32, #[comptime] lanes: u32, #[comptime] units: u32
     sum
 }
 
+/// Whether the Vulkan loader finds a device.
+#[cfg(feature = "vulkan")]
+pub fn has_vulkan_device() -> bool {
+    use cubecl::wgpu::{GraphicsApi, Vulkan, WgpuRuntime};
+    !WgpuRuntime::enumerate_all_devices(&Vulkan::backend()).is_empty()
+}
+
 #[cfg(feature = "vulkan")]
 impl KernelRuntime for cubecl::wgpu::WgpuRuntime {
     const NARROW: bool = false;

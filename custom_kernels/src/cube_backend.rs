@@ -3,18 +3,20 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_cubecl::{CubeBackend, CubeElement, kernel};
 
 use crate::backend::{
     ActivationFormat, DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, Residency, RotaryTable, Routing,
+    RowCoding, RowFormat,
 };
 use crate::cube::{CubeTensor, KernelRuntime, MixtureOperands, contiguous, empty, primitive, storage, tensor};
+use crate::ops::widen;
 use crate::ops::{
-    append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens,
+    append_rows, causal_attention, causal_conv_silu, coded_rows, delta_gates, embed_tokens,
     expand_weight::cube::{Packed, all_finite},
     expand_weight::{ExpandError, Packing, StoredMatrix},
-    expert_feed_forward, gated_delta_rule, mixture_of_experts,
+    expert_feed_forward, gated_delta_rule, hadamard, mixture_of_experts,
     mixture_of_experts::Mixture,
     offset_rms_norm, project, quantize_rows, rotary, round, route_experts, score_head,
     sigmoid_gate::cube::{self as gate, Gate},
@@ -395,12 +397,39 @@ where
         let cache = if R::NARROW && cache.dtype != rows.dtype && at == 0 {
             // A cache takes the type of its first rows; what lies beyond them is never read.
             empty(&cache, cache.meta.shape().clone(), rows.dtype)
-        } else if cache.can_mut() && cache.is_contiguous() {
-            cache
         } else {
-            contiguous(cache.copy())
+            owned(cache)
         };
         tensor(append_rows::cube::launch(cache, rows, at))
+    }
+
+    fn hadamard<const D: usize>(x: Tensor<Self, D>, block: usize, to: Precision) -> Tensor<Self, D> {
+        let x = primitive(x);
+        match hadamard::cube::launch(&x, block, to) {
+            Some(y) => tensor(y),
+            None => Self::round(hadamard::reference(widen(tensor::<R, Self, D>(x)), block), to),
+        }
+    }
+
+    fn append_coded(
+        cache: Tensor<Self, 4, Int>,
+        rows: Tensor<Self, 4>,
+        at: usize,
+        coding: RowCoding,
+    ) -> Option<Tensor<Self, 4, Int>> {
+        let cache = owned(cache.into_primitive());
+        let cache = coded_rows::cube::append(cache, primitive(rows), at, coding);
+        Some(Tensor::from_primitive(cache))
+    }
+
+    fn decoded_rows(
+        cache: Tensor<Self, 4, Int>,
+        visible: usize,
+        format: RowFormat,
+        to: Precision,
+    ) -> Option<Tensor<Self, 4>> {
+        let rows = coded_rows::cube::decoded(cache.into_primitive(), visible, format, to);
+        Some(tensor(rows))
     }
 
     fn causal_attention(
@@ -462,6 +491,15 @@ where
             push(&mut scores, &values, &read::<R, u32>(ids), normalisers, ask);
         }
         scores
+    }
+}
+
+/// `x` itself where it may be written in place, else a contiguous copy.
+fn owned<R: KernelRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    if x.can_mut() && x.is_contiguous() {
+        x
+    } else {
+        contiguous(x.copy())
     }
 }
 

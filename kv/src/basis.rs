@@ -10,7 +10,8 @@
 
 use std::ops::{Add, Sub};
 
-use burn::tensor::{Tensor, TensorData, backend::Backend};
+use burn::tensor::{FloatDType, Tensor, TensorData, backend::Backend};
+use perplexity_kernels::{EvaluatorBackend, Precision, ops};
 
 /// Basis in which one side of the cache is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -62,7 +63,7 @@ impl Basis {
         let Some(n) = self.block(rows.dims()[D - 1]) else {
             return rows;
         };
-        hadamard_tensor(self.signed(rows), n)
+        ops::hadamard::reference(self.signed(rows), n)
     }
 
     /// [`Basis::inverse`] on the last dimension of a tensor.
@@ -70,7 +71,25 @@ impl Basis {
         let Some(n) = self.block(rows.dims()[D - 1]) else {
             return rows;
         };
-        self.signed(hadamard_tensor(rows, n))
+        self.signed(ops::hadamard::reference(rows, n))
+    }
+
+    /// [`Basis::forward`] on the last dimension of a tensor by the backend's own operation, rounded once.
+    pub fn forward_on<B: EvaluatorBackend, const D: usize>(self, x: Tensor<B, D>, to: Precision) -> Tensor<B, D> {
+        match self.block(x.dims()[D - 1]) {
+            None => B::round(x, to),
+            Some(n) => B::hadamard(self.signed(x.cast(FloatDType::F32)), n, to),
+        }
+    }
+
+    /// [`Basis::inverse`] on the last dimension of a tensor by the backend's own operation, rounded once.
+    pub fn inverse_on<B: EvaluatorBackend, const D: usize>(self, x: Tensor<B, D>, to: Precision) -> Tensor<B, D> {
+        let rows = match self.block(x.dims()[D - 1]) {
+            None => x,
+            // Signs change no rounding.
+            Some(n) => self.signed(B::hadamard(x, n, to)),
+        };
+        B::round(rows, to)
     }
 
     /// [`Basis::forward`] in f64.
@@ -97,7 +116,8 @@ impl Basis {
         }
     }
 
-    fn block(self, head_dim: usize) -> Option<usize> {
+    /// Features that are transformed together; `None` for the identity.
+    pub(crate) fn block(self, head_dim: usize) -> Option<usize> {
         match self {
             Basis::Identity => None,
             Basis::Hadamard64 => Some(64),
@@ -146,23 +166,6 @@ fn butterflies<T: Copy + Add<Output = T> + Sub<Output = T>>(x: &mut [T]) {
         }
         stride *= 2;
     }
-}
-
-/// [`hadamard`] on each block of `n` values of the last dimension.
-fn hadamard_tensor<B: Backend, const D: usize>(x: Tensor<B, D>, n: usize) -> Tensor<B, D> {
-    let shape = x.shape();
-    let blocks = shape.num_elements() / n;
-    let mut y: Tensor<B, 2> = x.reshape([blocks, n]);
-    let mut stride = 1;
-    while stride < n {
-        let pairs = blocks * n / (2 * stride);
-        let halves: Tensor<B, 3> = y.reshape([pairs, 2, stride]);
-        let low = halves.clone().narrow(1, 0, 1);
-        let high = halves.narrow(1, 1, 1);
-        y = Tensor::cat(vec![low.clone() + high.clone(), low - high], 1).reshape([blocks, n]);
-        stride *= 2;
-    }
-    (y * (1.0 / (n as f32).sqrt())).reshape(shape)
 }
 
 fn apply_signs(row: &mut [f32], signs: &[f32]) {

@@ -18,6 +18,7 @@ use crate::basis::Basis;
 use crate::codecs::{bf16::Bf16, int8};
 use crate::layout::Layout;
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
+use perplexity_kernels::backend::RowFormat;
 use rayon::prelude::*;
 use std::fmt::Debug;
 use std::marker::PhantomData;
@@ -103,6 +104,11 @@ pub trait CodecSpec: Debug + Send + Sync {
     /// Whether rows of `head_dim` values can be stored.
     fn supports(&self, head_dim: usize) -> bool {
         head_dim == HEAD_DIM
+    }
+
+    /// The format of the devices' kernels that is this codec bit for bit, if there is one.
+    fn row_format(&self) -> Option<RowFormat> {
+        None
     }
 
     /// Entries of one block of rows of `head_dim` values.

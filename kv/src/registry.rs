@@ -14,6 +14,8 @@ use crate::codec::{CodecSpec, HostCodec, TensorCodec, Window, bytes_per_row, dec
 use crate::codecs::{bf16, fp8, int8, k4v2, k8v4, kivi, nvfp4, rk2v4_e8, rk4v4, rk4v4_e8, rk8v4, turbo, vq2};
 use crate::layout::Layout;
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
+use perplexity_kernels::backend::RowCoding;
+use perplexity_kernels::ops::coded_rows::ROW;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -89,6 +91,17 @@ sides! {
     Turbo(turbo::Turbo),
     /// A codec from elsewhere.
     Custom(Custom),
+}
+
+impl Side {
+    /// How devices code the rows of this side in kernels of their own; `None` where they do in tensor operations.
+    pub fn row_coding(&self) -> Option<RowCoding> {
+        let spec = self.spec();
+        let signed = matches!(spec.basis(), Basis::SignedHadamard { .. });
+        let format = spec.row_format().filter(|_| !signed)?;
+        let block = spec.basis().block(ROW).unwrap_or(1);
+        Some(RowCoding { block, format })
+    }
 }
 
 /// A codec that is not in the table, by reference; two are equal when their names are.

@@ -11,9 +11,11 @@ use perplexity_kernels::Precision;
 use perplexity_kernels::backend::ActivationFormat;
 pub use perplexity_kernels::backend::Residency;
 use perplexity_kernels::precise::{OUTPUT_TILE, ROW_TILE, SCORE_ELEMENTS};
+use perplexity_kv::options::KvOptions;
 
 use crate::activations::Activations;
 use crate::config::{FeedForwardConfig, LayerType, TextConfig};
+use crate::layers::kv_cache::device_row_bytes;
 use crate::parameters::{Parameter, parameters};
 use crate::route::{Boundary, Route};
 use crate::source::{SourceError, StoredParameter, TextSource};
@@ -104,7 +106,8 @@ pub enum Batch {
 }
 
 impl Needs {
-    /// What scoring `windows` with the model of `source` takes, inputs narrowed as `activations` say.
+    /// What scoring `windows` with the model of `source` takes, inputs narrowed as `activations` say and the rows of its caches
+    /// packed by `kv`.
     ///
     /// # Errors
     /// When the source does not say how a parameter is stored.
@@ -114,6 +117,7 @@ impl Needs {
         storage: DeviceStorage,
         windows: WindowShape,
         activations: &Activations,
+        kv: Option<&KvOptions>,
     ) -> Result<Self, SourceError> {
         let config = source.config();
         // Unrounded routes keep float32 rows and never round a weight.
@@ -164,7 +168,9 @@ impl Needs {
         Ok(Self {
             dense,
             packed,
-            window: state(config, windows.tokens as u64) + pass * (pass_row(config, row) + wide_row) * 3 / 2,
+            // In f64 the host packs the rows.
+            window: state(config, windows.tokens as u64, kv.filter(|_| !route.is_precise()))
+                + pass * (pass_row(config, row) + wide_row) * 3 / 2,
             // Tiles come in many sizes, which the allocator keeps apart.
             fixed: DEVICE_OWN + HEAD_TILES * storage.head_tile + 3 * tiles,
         })
@@ -256,12 +262,15 @@ const PACKED: &[&str] = &[
     "fp8_e4m3fn_block128_f32",
 ];
 
-/// Bytes that a window of `tokens` carries from pass to pass: keys and values in float32, as they begin, the delta rule's
-/// states and the convolutions' tails.
-fn state(config: &TextConfig, tokens: u64) -> u64 {
+/// Bytes that a window of `tokens` carries from pass to pass: keys and values packed, or in float32, as they begin, those of
+/// one layer as decoded, the delta rule's states and the convolutions' tails.
+fn state(config: &TextConfig, tokens: u64, kv: Option<&KvOptions>) -> u64 {
     let layers = |kind| config.layer_types.iter().filter(|layer| **layer == kind).count() as u64;
     let attention = config.attention.as_ref().map_or(0, |dims| {
-        layers(LayerType::FullAttention) * 2 * (dims.num_kv_heads * dims.head_dim) as u64 * tokens * 4
+        let held = config.attention_layers().into_iter();
+        let held: usize = held.map(|layer| device_row_bytes(kv, layer, dims.head_dim)).sum();
+        let decoded = kv.map_or(0, |_| device_row_bytes(None, 0, dims.head_dim));
+        (dims.num_kv_heads * (held + decoded)) as u64 * tokens
     });
     let delta = config.delta_net.as_ref().map_or(0, |dims| {
         let state = dims.num_value_heads * dims.key_head_dim * dims.value_head_dim;

@@ -32,6 +32,46 @@ mod vulkan {
     }
 
     #[test]
+    fn kv_formats_change_the_result_as_on_the_cpu() {
+        let dir = Dir::new();
+        let text = text(&dir);
+        let score = |kv: &str, device: &str| {
+            let line = format!("{PROTOCOL} --route exact --kv-dtype {kv} --device {device}");
+            number(&dir.report(&demo_artifact(), &text, &line), "/overall/perplexity")
+        };
+        let plain = score("bf16", "vulkan:0");
+        for kv in ["int8", "k8v4", "rk8v4", "turbo4"] {
+            let (cpu, device) = (score(kv, "flex"), score(kv, "vulkan:0"));
+            let (codec, rest) = (device / plain - 1.0, device / cpu - 1.0);
+            assert!(rest.abs() < 1e-5, "{kv}: {rest:e} from the CPU");
+            assert!(
+                codec.abs() > 10.0 * rest.abs(),
+                "{kv}: {codec:e} from bf16, {rest:e} from the CPU"
+            );
+        }
+    }
+
+    #[test]
+    fn a_machine_without_a_device_is_told_so() {
+        let dir = Dir::new();
+        let (text, out) = (text(&dir), dir.path("out"));
+        let run = std::process::Command::new(env!("CARGO_BIN_EXE_burn-perplexity"))
+            .args([&demo_artifact(), &"--text".into(), &text, &"--output".into(), &out])
+            .args(["--device", "vulkan:0"])
+            .envs(["VK_DRIVER_FILES", "VK_ICD_FILENAMES"].map(|name| (name, "/nowhere.json")))
+            .output()
+            .unwrap();
+        let words = String::from_utf8(run.stderr).unwrap();
+        assert_eq!(run.status.code(), Some(1), "{words}");
+        assert!(
+            words.contains("error: device vulkan:0: the Vulkan loader finds no device; install a driver"),
+            "{words}"
+        );
+        assert!(!words.contains("panicked"), "{words}");
+        assert!(!out.exists());
+    }
+
+    #[test]
     fn a_budget_that_holds_no_window_is_refused_before_loading() {
         let dir = Dir::new();
         let (text, out) = (text(&dir), dir.path("out"));

@@ -3,12 +3,14 @@
 pub mod append_rows;
 pub mod causal_attention;
 pub mod causal_conv_silu;
+pub mod coded_rows;
 pub mod delta_gates;
 pub mod embed_tokens;
 pub mod expand_weight;
 pub mod expert_feed_forward;
 pub mod gated_delta_rule;
 pub mod gated_rms_norm;
+pub mod hadamard;
 pub mod hyper_connection;
 pub mod mixture_of_experts;
 pub mod ngram_injection;

@@ -16,6 +16,7 @@ use crate::layout::{Layout, Plane};
 use crate::registry::{Side, Variant};
 use crate::tensor_ops::{self, decode_e4m3, decode_f16, encode_e4m3, encode_f16, split_entries};
 use burn::tensor::{Int, Tensor, backend::Backend};
+use perplexity_kernels::backend::RowFormat;
 use perplexity_kernels::numeric::{E4M3FN_MAX, E4M3FN_NAN_WORD, e4m3fn_to_f32, f16_to_f32, f32_to_e4m3fn};
 
 /// The variants of this file.
@@ -41,6 +42,9 @@ pub struct Fp8 {
 impl CodecSpec for Fp8 {
     fn basis(&self) -> Basis {
         self.basis
+    }
+    fn row_format(&self) -> Option<RowFormat> {
+        Some(RowFormat::Fp8)
     }
     fn layout(&self, head_dim: usize) -> Layout {
         Layout(vec![Plane::new("codes", head_dim, 8), Plane::new("scale", 1, 16)])

@@ -17,6 +17,7 @@ use crate::layout::{Layout, Plane};
 use crate::registry::{Side, Variant};
 use crate::tensor_ops::{self, code_factor as tensor_code_factor, decode_f16, encode_f16, split_entries};
 use burn::tensor::{Int, Tensor, backend::Backend};
+use perplexity_kernels::backend::RowFormat;
 use perplexity_kernels::numeric::f16_to_f32;
 
 /// The variants of this file.
@@ -83,6 +84,11 @@ impl Absmax {
 impl CodecSpec for Absmax {
     fn basis(&self) -> Basis {
         self.basis
+    }
+    fn row_format(&self) -> Option<RowFormat> {
+        let &Self { group, bits, max, .. } = self;
+        let known = matches!(group, 32 | 64) && matches!((bits, max), (8, 127) | (4, 7));
+        known.then_some(RowFormat::Absmax { group, bits })
     }
     fn layout(&self, head_dim: usize) -> Layout {
         Layout(vec![

@@ -18,9 +18,11 @@ use crate::layout::{Layout, Plane};
 use crate::registry::{Side, Variant};
 use crate::tensor_ops::{self, decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3, split_entries};
 use burn::tensor::{Int, Tensor, backend::Backend};
+use perplexity_kernels::backend::RowFormat;
 use perplexity_kernels::numeric::{
     E4M3FN_MAX, E4M3FN_NAN_WORD, e2m1_to_f32, e4m3fn_to_f32, f32_to_e2m1, f32_to_e4m3fn,
 };
+use perplexity_kernels::ops::coded_rows::NVFP4_TARGETS;
 
 /// Values that share a scale.
 const GROUP: usize = 16;
@@ -29,10 +31,12 @@ const SMALLEST_SCALE: f32 = 1.0 / 512.0;
 
 /// Five-target search, in the Hadamard-256 basis.
 pub const SEARCHED: Nvfp4 = Nvfp4 {
-    targets: &[6.0, 4.0, 4.5, 5.0, 5.5],
+    targets: &NVFP4_TARGETS,
 };
 /// Target 6 only, in the Hadamard-256 basis.
-pub const SINGLE: Nvfp4 = Nvfp4 { targets: &[6.0] };
+pub const SINGLE: Nvfp4 = Nvfp4 {
+    targets: NVFP4_TARGETS.split_at(1).0,
+};
 
 /// The variants of this file.
 pub const VARIANTS: &[Variant] = &[
@@ -60,6 +64,12 @@ pub struct Nvfp4 {
 impl CodecSpec for Nvfp4 {
     fn basis(&self) -> Basis {
         Basis::Hadamard256
+    }
+    fn row_format(&self) -> Option<RowFormat> {
+        let targets = self.targets.len();
+        NVFP4_TARGETS
+            .starts_with(self.targets)
+            .then_some(RowFormat::Nvfp4 { targets })
     }
     fn layout(&self, head_dim: usize) -> Layout {
         Layout(vec![

@@ -76,8 +76,8 @@ impl<B: EvaluatorBackend> Attention<B> {
         let output = route.at(Boundary::AttentionOutput);
         // In f64 a codec's rows are read as it defines them.
         let on_device = B::ON_DEVICE && !route.is_precise();
-        let decoded = on_device.then(|| KvCache::decoded(shape, kv, layer, output, device));
-        decoded.flatten().unwrap_or_else(|| KvCache::coded(shape, kv, layer))
+        let here = on_device.then(|| KvCache::on_device(shape, kv, layer, output, device));
+        here.flatten().unwrap_or_else(|| KvCache::coded(shape, kv, layer))
     }
 
     /// `residual + attention(h)`, both `[batch, tokens, hidden]`.

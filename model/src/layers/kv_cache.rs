@@ -8,15 +8,15 @@
 //! k' = B_k k,  v' = B_v v  stored in the codec's bases;   o = B_v^-1 attention(B_k q, k', v')
 //! ```
 //!
-//! On a device of its own the rows stay there: coded and decoded in tensor operations, bit for bit as on the host, and kept
-//! as decoded in half precision (float32 where the result is), over which the device's own attention runs.
+//! On a device of its own the rows stay there, coded bit for bit as on the host. Formats with a kernel are kept packed and
+//! decoded for each pass; the others are coded and decoded in tensor operations as they come and kept as decoded. Either way
+//! the device's own attention runs over decoded rows in half precision (float32 where the result is).
 
-use burn::tensor::{FloatDType, Tensor, TensorData};
-use perplexity_kernels::backend::BlockSelection;
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
+use perplexity_kernels::backend::{BlockSelection, RowCoding};
 use perplexity_kernels::evaluation::Arithmetic;
 use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 use perplexity_kv::attention::{Emulation, attend, attend_exact};
-use perplexity_kv::basis::Basis;
 use perplexity_kv::options::KvOptions;
 use perplexity_kv::registry::{KvPair, Side};
 use perplexity_kv::store::{LayerStore, SideStore};
@@ -38,15 +38,68 @@ enum Rows<B: EvaluatorBackend> {
         pair: KvPair,
         emulation: Emulation,
     },
-    /// Decoded rows of codecs of single tokens, `[batch, kv_heads, capacity, head_dim]` in the stored bases.
-    Decoded {
-        rows: Option<[Tensor<B, 4>; 2]>,
+    /// Codecs of single tokens on the device.
+    OnDevice {
+        sides: Option<[DeviceRows<B>; 2]>,
         pair: KvPair,
-        /// `B_k` and `B_v^-1`, `[head_dim, head_dim]`; `None` for an identity.
-        bases: [Option<B::Weight>; 2],
         /// Of decoded rows and of the queries that meet them.
         precision: Precision,
     },
+}
+
+/// Keys or values on a device, in the stored basis.
+#[derive(Debug)]
+enum DeviceRows<B: EvaluatorBackend> {
+    /// Packed words `[batch, kv_heads, capacity, words]`.
+    Packed(Tensor<B, 4, Int>, RowCoding),
+    /// Rows as decoded, `[batch, kv_heads, capacity, head_dim]`.
+    Decoded(Tensor<B, 4>),
+}
+
+impl<B: EvaluatorBackend> DeviceRows<B> {
+    /// Of no tokens; `shape` `[batch, kv_heads, capacity, head_dim]`.
+    fn new(side: &Side, shape: [usize; 4], device: &B::Device) -> Self {
+        let [batch, kv_heads, capacity, _] = shape;
+        match side.row_coding() {
+            Some(coding) => {
+                let words = Tensor::zeros([batch, kv_heads, capacity, coding.format.words()], device);
+                Self::Packed(words, coding)
+            }
+            None => Self::Decoded(Tensor::zeros(shape, device)),
+        }
+    }
+
+    /// With rows `x` `[batch, tokens, kv_heads, head_dim]` of the model's basis from `at` on.
+    fn append(self, side: Side, x: Tensor<B, 4>, at: usize, precision: Precision) -> Self {
+        match self {
+            Self::Packed(words, coding) => {
+                let words = B::append_coded(words, x, at, coding).expect("a device of its own codes rows");
+                Self::Packed(words, coding)
+            }
+            Self::Decoded(rows) => {
+                let decoded = B::round(through_codec(side, x), precision);
+                Self::Decoded(B::append_rows(rows, decoded, at))
+            }
+        }
+    }
+
+    /// At least the first `tokens` rows, `[batch, kv_heads, .., head_dim]`.
+    fn read(&self, tokens: usize, precision: Precision) -> Tensor<B, 4> {
+        match self {
+            Self::Packed(words, coding) => B::decoded_rows(words.clone(), tokens, coding.format, precision)
+                .expect("a device of its own decodes rows"),
+            Self::Decoded(rows) => rows.clone(),
+        }
+    }
+
+    /// Bytes that `tokens` tokens take of each window.
+    fn bytes(&self, tokens: usize) -> usize {
+        let (shape, element) = match self {
+            Self::Packed(words, _) => (words.dims(), size_of::<u32>()),
+            Self::Decoded(rows) => (rows.dims(), rows.dtype().size()),
+        };
+        shape[0] * shape[1] * tokens * shape[3] * element
+    }
 }
 
 /// Whether devices of their own keep the decoded rows of this layer: codecs of which every query reads one decoded row per
@@ -60,21 +113,17 @@ pub fn is_decoded_on_devices(kv: &KvOptions, layer: usize) -> bool {
     single(&pair.k) && single(&pair.v) && kv.emulation == Emulation::Format
 }
 
-/// The rows `x` of a basis as a product `x W^T`.
-fn basis_matrix<B: EvaluatorBackend>(
-    basis: Basis,
-    head_dim: usize,
-    transform: fn(Basis, &mut [f32], usize),
-    device: &B::Device,
-) -> Option<B::Weight> {
-    (basis != Basis::Identity).then(|| {
-        let mut images = vec![0.0; head_dim * head_dim];
-        (0..head_dim).for_each(|i| images[i * (head_dim + 1)] = 1.0);
-        transform(basis, &mut images, head_dim);
-        // Row `i` is the image of unit vector `i`; a weight holds them as columns.
-        let transposed = (0..images.len()).map(|at| images[at % head_dim * head_dim + at / head_dim]);
-        B::weight(transposed.collect(), [head_dim, head_dim], Precision::Full, device)
-    })
+/// Bytes that devices hold per token and KV head of this layer for keys and values, at most: packed words, or float32 as
+/// other rows begin.
+pub fn device_row_bytes(kv: Option<&KvOptions>, layer: usize, head_dim: usize) -> usize {
+    let packed = |kv: &KvOptions| {
+        let pair = kv.dtype.layer(layer);
+        [&pair.k, &pair.v].map(|side| side.row_coding().map(|coding| coding.format.words() * size_of::<u32>()))
+    };
+    let sides = kv
+        .filter(|kv| is_decoded_on_devices(kv, layer))
+        .map_or([None; 2], packed);
+    sides.into_iter().map(|bytes| bytes.unwrap_or(4 * head_dim)).sum()
 }
 
 impl<B: EvaluatorBackend> KvCache<B> {
@@ -101,22 +150,22 @@ impl<B: EvaluatorBackend> KvCache<B> {
         }
     }
 
-    /// As [`KvCache::coded`], rows kept on `device` as decoded, in half precision where results in `to` are 16 bits wide;
-    /// `None` where [`is_decoded_on_devices`] says no.
-    pub fn decoded(shape: [usize; 4], kv: &KvOptions, layer: usize, to: Precision, device: &B::Device) -> Option<Self> {
+    /// As [`KvCache::coded`], rows kept on `device` and decoded there, to half precision where results in `to` are 16 bits
+    /// wide; `None` where [`is_decoded_on_devices`] says no.
+    pub fn on_device(
+        shape: [usize; 4],
+        kv: &KvOptions,
+        layer: usize,
+        to: Precision,
+        device: &B::Device,
+    ) -> Option<Self> {
         if !is_decoded_on_devices(kv, layer) {
             return None;
         }
         let pair = kv.dtype.layer(layer).clone();
-        let head_dim = shape[3];
-        let bases = [
-            basis_matrix::<B>(pair.k.spec().basis(), head_dim, Basis::forward, device),
-            basis_matrix::<B>(pair.v.spec().basis(), head_dim, Basis::inverse, device),
-        ];
-        let rows = Rows::Decoded {
-            rows: Some([Tensor::zeros(shape, device), Tensor::zeros(shape, device)]),
+        let rows = Rows::OnDevice {
+            sides: Some([&pair.k, &pair.v].map(|side| DeviceRows::new(side, shape, device))),
             pair,
-            bases,
             precision: if to == Precision::Full { to } else { Precision::F16 },
         };
         Some(Self { rows, tokens: 0 })
@@ -127,13 +176,19 @@ impl<B: EvaluatorBackend> KvCache<B> {
         !matches!(self.rows, Rows::Plain(_))
     }
 
-    /// Bytes held for packed rows, and for the exact copies of windowed codecs; `None` without a codec.
+    /// Bytes held for rows of a codec, and for the exact copies of windowed codecs; `None` without a codec.
     pub fn packed_bytes(&self) -> Option<(usize, usize)> {
-        let Rows::Coded { windows, .. } = &self.rows else {
-            return None;
-        };
-        let sides = windows.iter().flat_map(|window| [window.k.bytes(), window.v.bytes()]);
-        Some(sides.fold((0, 0), |(packed, copies), side| (packed + side.0, copies + side.1)))
+        match &self.rows {
+            Rows::Plain(_) => None,
+            Rows::Coded { windows, .. } => {
+                let sides = windows.iter().flat_map(|window| [window.k.bytes(), window.v.bytes()]);
+                Some(sides.fold((0, 0), |(packed, copies), side| (packed + side.0, copies + side.1)))
+            }
+            Rows::OnDevice { sides, .. } => {
+                let sides = sides.as_ref().expect("appending always puts the rows back");
+                Some((sides.iter().map(|side| side.bytes(self.tokens)).sum(), 0))
+            }
+        }
     }
 
     /// Takes the rows of a pass, `[batch, tokens, kv_heads, head_dim]` each; the capacity must hold them.
@@ -158,15 +213,11 @@ impl<B: EvaluatorBackend> KvCache<B> {
                     window.v.append(values);
                 }
             }
-            Rows::Decoded {
-                rows, pair, precision, ..
-            } => {
-                let decoded = |side: Side, x| B::round(through_codec(side, x), *precision);
-                let (keys, values) = (decoded(pair.k, keys), decoded(pair.v, values));
-                *rows = rows.take().map(|[k, v]| {
+            Rows::OnDevice { sides, pair, precision } => {
+                *sides = sides.take().map(|[k, v]| {
                     [
-                        B::append_rows(k, keys, self.tokens),
-                        B::append_rows(v, values, self.tokens),
+                        k.append(pair.k, keys, self.tokens, *precision),
+                        v.append(pair.v, values, self.tokens, *precision),
                     ]
                 });
             }
@@ -224,16 +275,12 @@ impl<B: EvaluatorBackend> KvCache<B> {
                 Tensor::from_data(TensorData::new(outputs, shape), &device)
             }
             // Rows that stay on a device are for its own arithmetic.
-            (
-                Rows::Decoded {
-                    rows, bases, precision, ..
-                },
-                _,
-            ) => {
-                let rows = rows.clone().expect("appending always puts the rows back");
-                let q = B::round(in_basis(q, bases[0].as_ref(), Precision::Full), *precision);
-                let o = attend_rows(q, rows, first_position, selection, to.into());
-                in_basis(o, bases[1].as_ref(), to)
+            (Rows::OnDevice { sides, pair, precision }, _) => {
+                let sides = sides.as_ref().expect("appending always puts the rows back");
+                let [keys, values] = sides.each_ref().map(|side| side.read(self.tokens, *precision));
+                let q = pair.k.spec().basis().forward_on(q, *precision);
+                let o = attend_rows(q, [keys, values], first_position, selection, to.into());
+                pair.v.spec().basis().inverse_on(o, to)
             }
         }
     }
@@ -260,13 +307,6 @@ fn through_codec<B: EvaluatorBackend>(side: Side, x: Tensor<B, 4>) -> Tensor<B, 
     codec
         .load(codec.store(codec.basis().forward_tensor(rows)))
         .reshape(shape)
-}
-
-/// `x` times a basis, if there is one.
-fn in_basis<B: EvaluatorBackend>(x: Tensor<B, 4>, basis: Option<&B::Weight>, to: Precision) -> Tensor<B, 4> {
-    let Some(basis) = basis else { return x };
-    let shape @ [batch, tokens, heads, head_dim] = x.dims();
-    B::project(x.reshape([batch, tokens * heads, head_dim]), basis, to).reshape(shape)
 }
 
 /// Attention over packed rows. Where every query reads the same decoded rows the backend attends over them; windows and

@@ -17,7 +17,7 @@ fn bytes_from(words: &Array<u32>, at: usize) -> u32 {
 
 /// E2M1 in the low four bits: 0, 0.5, then `(1 + m / 2) 2^(e - 1)`.
 #[cube]
-fn e2m1(code: u32) -> f32 {
+pub(crate) fn e2m1(code: u32) -> f32 {
     let (e, m) = ((code >> 1) & 3, code & 1);
     let normal = f32::reinterpret(((e + 126) << 23) | (m << 22));
     let size = select(e == 0, 0.5f32 * f32::cast_from(m), normal);
@@ -37,11 +37,11 @@ pub(crate) fn e4m3(code: u32) -> f32 {
     select(code & 0x80 != 0, -size, size)
 }
 
-/// IEEE half of a scale: `m / 2^24`, then `(1 + m / 1024) 2^(e - 15)`; NaN for what is no number.
+/// IEEE half: `m / 2^24`, then `(1 + m / 1024) 2^(e - 15)`, infinity, NaN.
 #[cube]
-fn half_float(bits: u32) -> f32 {
+pub(crate) fn half_float(bits: u32) -> f32 {
     let (e, m) = ((bits >> 10) & 31, bits & 1023);
-    let normal = f32::reinterpret(select(e == 31, u32::cast_from(NAN), ((e + 112) << 23) | (m << 13)));
+    let normal = f32::reinterpret(select(e == 31, 255u32 << 23, (e + 112) << 23) | (m << 13));
     let size = select(e == 0, f32::cast_from(m) / 16_777_216.0f32, normal);
     select(bits & 0x8000 != 0, -size, size)
 }

@@ -23,7 +23,7 @@ fn finite_or(value: f32, x: f32, #[comptime] bits: u32) -> f32 {
 
 /// E4M3 code of `y`, at most 448 in size; see [`crate::numeric::f32_to_e4m3fn`].
 #[cube]
-fn encode_e4m3(y: f32) -> u32 {
+pub(crate) fn encode_e4m3(y: f32) -> u32 {
     let bits = u32::reinterpret(y);
     let size = min(f32::abs(y), E4M3_MAX);
     // Adding 2^14 leaves a multiple of 2^-9, rounded to nearest even.
