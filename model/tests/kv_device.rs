@@ -91,7 +91,7 @@ fn attention_reads_the_codecs_rows<B: EvaluatorBackend>() {
                     let excess = held as f64 / (BATCH * KV_HEADS * tokens) as f64 - declared;
                     // Rows end at whole words.
                     assert!(
-                        (0.0..4.0).contains(&excess) && copies == 0,
+                        (0.0..=4.0).contains(&excess) && copies == 0,
                         "{name}: {excess} bytes more per token"
                     );
                 }
