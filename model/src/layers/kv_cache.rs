@@ -41,7 +41,7 @@ enum Rows<B: EvaluatorBackend> {
     /// Codecs of single tokens on the device.
     OnDevice {
         sides: Option<[DeviceRows<B>; 2]>,
-        pair: KvPair,
+        pair: Box<KvPair>,
         /// Of decoded rows and of the queries that meet them.
         precision: Precision,
     },
@@ -165,7 +165,7 @@ impl<B: EvaluatorBackend> KvCache<B> {
         let pair = kv.dtype.layer(layer).clone();
         let rows = Rows::OnDevice {
             sides: Some([&pair.k, &pair.v].map(|side| DeviceRows::new(side, shape, device))),
-            pair,
+            pair: Box::new(pair),
             precision: if to == Precision::Full { to } else { Precision::F16 },
         };
         Some(Self { rows, tokens: 0 })
