@@ -8,8 +8,8 @@
 //! k' = B_k k,  v' = B_v v  stored in the codec's bases;   o = B_v^-1 attention(B_k q, k', v')
 //! ```
 //!
-//! On a device of its own the rows stay there, coded bit for bit as on the host. Formats with a kernel are kept packed and
-//! decoded for each pass; the others are coded and decoded in tensor operations as they come and kept as decoded. Either way
+//! On a device of its own the rows stay there, coded bit for bit as on the host. Formats with kernels for both sides are
+//! kept packed and decoded for each pass; the others are coded and decoded in tensor operations as they come and kept as decoded. Either way
 //! the device's own attention runs over decoded rows in half precision (float32 where the result is).
 
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
@@ -58,9 +58,9 @@ enum DeviceRows<B: EvaluatorBackend> {
 
 impl<B: EvaluatorBackend> DeviceRows<B> {
     /// Of no tokens; `shape` `[batch, kv_heads, capacity, head_dim]`.
-    fn new(side: &Side, shape: [usize; 4], device: &B::Device) -> Self {
+    fn new(coding: Option<RowCoding>, shape: [usize; 4], device: &B::Device) -> Self {
         let [batch, kv_heads, capacity, _] = shape;
-        match side.row_coding() {
+        match coding {
             Some(coding) => {
                 let words = Tensor::zeros([batch, kv_heads, capacity, coding.format.words()], device);
                 Self::Packed(words, coding)
@@ -113,17 +113,22 @@ pub fn is_decoded_on_devices(kv: &KvOptions, layer: usize) -> bool {
     single(&pair.k) && single(&pair.v) && kv.emulation == Emulation::Format
 }
 
+/// How a device packs keys and values: both or neither, since its attention takes them in one shape.
+fn codings(pair: &KvPair) -> [Option<RowCoding>; 2] {
+    match (pair.k.row_coding(), pair.v.row_coding()) {
+        (Some(k), Some(v)) => [Some(k), Some(v)],
+        _ => [None; 2],
+    }
+}
+
 /// Bytes that devices hold per token and KV head of this layer for keys and values, at most: packed words, or float32 as
 /// other rows begin.
 pub fn device_row_bytes(kv: Option<&KvOptions>, layer: usize, head_dim: usize) -> usize {
-    let packed = |kv: &KvOptions| {
-        let pair = kv.dtype.layer(layer);
-        [&pair.k, &pair.v].map(|side| side.row_coding().map(|coding| coding.format.words() * size_of::<u32>()))
-    };
     let sides = kv
         .filter(|kv| is_decoded_on_devices(kv, layer))
-        .map_or([None; 2], packed);
-    sides.into_iter().map(|bytes| bytes.unwrap_or(4 * head_dim)).sum()
+        .map_or([None; 2], |kv| codings(kv.dtype.layer(layer)));
+    let bytes = |coding: RowCoding| coding.format.words() * size_of::<u32>();
+    sides.map(|side| side.map_or(4 * head_dim, bytes)).iter().sum()
 }
 
 impl<B: EvaluatorBackend> KvCache<B> {
@@ -164,7 +169,7 @@ impl<B: EvaluatorBackend> KvCache<B> {
         }
         let pair = kv.dtype.layer(layer).clone();
         let rows = Rows::OnDevice {
-            sides: Some([&pair.k, &pair.v].map(|side| DeviceRows::new(side, shape, device))),
+            sides: Some(codings(&pair).map(|coding| DeviceRows::new(coding, shape, device))),
             pair: Box::new(pair),
             precision: if to == Precision::Full { to } else { Precision::F16 },
         };
