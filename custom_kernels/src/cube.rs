@@ -106,6 +106,7 @@ pub trait KernelRuntime: CubeRuntime {
 
 /// What a mixture of experts reads: `residual` and `x` `[batch, tokens, in]`, the rest as in
 /// [`crate::ops::mixture_of_experts::Mixture`], the matrices of the routed experts on top of one another.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "one runtime reads them"))]
 pub struct MixtureOperands<'a, R: CubeRuntime> {
     pub(crate) residual: &'a CubeTensor<R>,
     pub(crate) x: &'a CubeTensor<R>,

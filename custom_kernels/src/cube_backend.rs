@@ -93,6 +93,7 @@ impl<R: KernelRuntime> CubeWeight<R> {
     }
 
     /// Rows `first..first + count`: a tensor and the row of it where they begin. Values of codes come in float32.
+    #[cfg(feature = "cuda")]
     pub(crate) fn rows(&self, first: usize, count: usize) -> (CubeTensor<R>, usize) {
         match self {
             Self::Dense(matrix) => (contiguous(matrix.clone()), first),
