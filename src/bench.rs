@@ -157,6 +157,9 @@ impl Options {
     }
 
     fn check(&self, config: &TextConfig) -> Result<(), UsageError> {
+        if config.flash_next.is_some() {
+            return Err(UsageError::NoBench);
+        }
         let positions = config.max_position_embeddings;
         if let Some(&context) = self.contexts.iter().find(|context| **context > positions) {
             return Err(UsageError::OutOfRange {

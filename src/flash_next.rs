@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum, ValueHint};
 use perplexity_eval::corpus::CorpusPlan;
 use perplexity_eval::files::{Named, PendingFile};
 use perplexity_eval::report::Settings;
+use perplexity_eval::shard::Shard;
 use perplexity_model::config::TextConfig;
 use perplexity_model::experts::{CacheStatistics, Residency};
 use perplexity_model::ngram::{Access, Kept, NgramHash, TableOptions};
@@ -33,10 +34,10 @@ const DEFAULT_HOT_MIB: u32 = 4096;
 pub(crate) struct FlashNextArgs {
     /// The n-gram volume [default: the artifact's path with .ngram appended]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    ngram_volume: Option<PathBuf>,
+    pub(crate) ngram_volume: Option<PathBuf>,
     /// The n-gram table elsewhere: a volume, or the checkpoint that the artifact was converted from
     #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath, conflicts_with = "ngram_volume")]
-    ngram_table: Option<PathBuf>,
+    pub(crate) ngram_table: Option<PathBuf>,
     /// Score without n-grams, a non-standard mode
     #[arg(long, conflicts_with_all = ["ngram_volume", "ngram_table"])]
     no_ngram_table: bool,
@@ -70,7 +71,7 @@ pub(crate) struct FlashNextArgs {
     ngram_ram_mib: Option<u32>,
     /// The rows to keep with ram-hot, a text with one row number per line, the most wanted first
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath, conflicts_with = "no_ngram_table")]
-    ngram_hot_profile: Option<PathBuf>,
+    pub(crate) ngram_hot_profile: Option<PathBuf>,
     /// Write the rows that this run looks up as such a profile
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "no_ngram_table")]
     ngram_hot_profile_out: Option<PathBuf>,
@@ -78,7 +79,7 @@ pub(crate) struct FlashNextArgs {
     #[arg(long, conflicts_with = "no_ngram_table")]
     ngram_lock: bool,
     /// Round the activations of routed experts to 4 bits, where the artifact has scales for them
-    #[arg(long)]
+    #[arg(long, conflicts_with = "a16_activations")]
     pub(crate) expert_a4_activations: bool,
     /// Where routed experts are: device, ready for multiplication; host, packed in memory; disk, packed in the artifact
     #[arg(long, value_name = "WHERE", value_enum, default_value = "device")]
@@ -88,7 +89,7 @@ pub(crate) struct FlashNextArgs {
     expert_cache_mib: Option<u32>,
     /// A second copy of the artifact on another disk, from which every other expert is read
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    expert_stripe: Option<PathBuf>,
+    pub(crate) expert_stripe: Option<PathBuf>,
 }
 
 /// A number of MiB as typed, or `auto`.
@@ -141,6 +142,10 @@ pub(crate) enum FlashNextUsageError {
     ExactRoute,
     #[error("{option} is for a volume; {path:?} is a checkpoint, whose rows come from its own files")]
     CheckpointTable { option: &'static str, path: PathBuf },
+    #[error("{option} is for an artifact; this model is a checkpoint")]
+    Checkpoint { option: &'static str },
+    #[error("--expert-stripe {0:?} is the artifact itself; name a second copy of it, on another disk")]
+    SameCopy(PathBuf),
 }
 
 /// What a run does with the parts that other models do not have.
@@ -149,8 +154,8 @@ pub(crate) struct FlashNext {
     options: FlashNextOptions,
     /// Where to write the rows that the run looks up.
     profile_out: Option<PathBuf>,
-    /// The first of the options that was typed.
-    given: Option<&'static str>,
+    /// The options that were typed, and whether they are for an artifact alone; those first.
+    given: Vec<(&'static str, bool)>,
 }
 
 impl FlashNext {
@@ -176,6 +181,8 @@ impl FlashNext {
             ("--ngram-io", args.ngram_io.is_some()),
             ("--ngram-io-depth", args.ngram_io_depth.is_some()),
             ("--ngram-ram-mib", args.ngram_ram_mib.is_some()),
+            ("--ngram-lock", args.ngram_lock),
+            ("--ngram-hot-profile", args.ngram_hot_profile.is_some()),
         ];
         if let (Some(path), Some((option, _))) = (
             args.ngram_table.as_ref().filter(|path| path.is_dir()),
@@ -184,15 +191,19 @@ impl FlashNext {
             let path = path.clone();
             return Err(FlashNextUsageError::CheckpointTable { option, path });
         }
-        let given = [
+        let of_artifact = [
             ("--ngram-volume", args.ngram_volume.is_some()),
             ("--ngram-table", args.ngram_table.is_some()),
-            ("--no-ngram-table", args.no_ngram_table),
-            ("--ngram-hot-profile-out", args.ngram_hot_profile_out.is_some()),
             ("--expert-a4-activations", args.expert_a4_activations),
             ("--expert-residency", residency != Residency::Device),
             ("--expert-stripe", args.expert_stripe.is_some()),
         ];
+        let of_both = [
+            ("--no-ngram-table", args.no_ngram_table),
+            ("--ngram-hot-profile-out", args.ngram_hot_profile_out.is_some()),
+        ];
+        let of_artifact = of_volume.iter().chain(&of_artifact).map(|typed| (typed, true));
+        let of_both = of_both.iter().map(|typed| (typed, false));
         Ok(Self {
             options: FlashNextOptions {
                 ngram_table: args.ngram_volume.clone().or_else(|| args.ngram_table.clone()),
@@ -204,9 +215,10 @@ impl FlashNext {
                 expert_stripe: args.expert_stripe.clone(),
             },
             profile_out: args.ngram_hot_profile_out.clone(),
-            given: (of_volume.iter().chain(&given))
-                .find(|(_, given)| *given)
-                .map(|(option, _)| *option),
+            given: (of_artifact.chain(of_both))
+                .filter(|((_, given), _)| *given)
+                .map(|((option, _), for_artifact)| (*option, for_artifact))
+                .collect(),
         })
     }
 
@@ -236,21 +248,21 @@ impl FlashNext {
             .map(|path| ("--ngram-hot-profile-out", path))
     }
 
-    /// Writes the rows that the windows of `plan` look up, most wanted first, if that was asked for.
+    /// Writes the rows that the windows of `plan` in `shard` look up, most wanted first, if that was asked for.
     ///
     /// # Errors
     /// When the file cannot be written.
-    pub(crate) fn write_profile(&self, config: &TextConfig, plan: &CorpusPlan) -> std::io::Result<()> {
+    pub(crate) fn write_profile(&self, config: &TextConfig, plan: &CorpusPlan, shard: Shard) -> std::io::Result<()> {
         let (Some(path), Some(dims)) = (&self.profile_out, &config.flash_next) else {
             return Ok(());
         };
         let hash = NgramHash::new(&dims.ngram, config.vocab_size);
         let mut counts: HashMap<u64, u64> = HashMap::new();
-        for (stream, window) in plan
+        let windows = plan
             .streams
             .iter()
-            .flat_map(|stream| stream.windows.iter().map(move |w| (stream, w)))
-        {
+            .flat_map(|stream| stream.windows.iter().map(move |w| (stream, w)));
+        for (_, (stream, window)) in (0..).zip(windows).filter(|(number, _)| shard.contains(*number)) {
             // The last token of a window is never fed.
             let fed = &stream.tokens[window.input_begin..window.input_end - 1];
             let rows = hash.rows_of(&mut hash.begin(), fed);
@@ -268,13 +280,27 @@ impl FlashNext {
     ///
     /// # Errors
     /// The first one typed.
-    pub(crate) fn check(&self, config: &TextConfig) -> Result<(), FlashNextUsageError> {
-        match self.given {
-            Some(option) if config.flash_next.is_none() => Err(FlashNextUsageError::OtherModel {
+    pub(crate) fn check(&self, source: &dyn TextSource) -> Result<(), FlashNextUsageError> {
+        let (config, checkpoint) = (source.config(), source.artifact().is_none());
+        match (config.flash_next.is_some(), self.given.as_slice()) {
+            (false, [(option, _), ..]) => Err(FlashNextUsageError::OtherModel {
                 option,
                 architecture: config.architecture(),
             }),
+            (true, [(option, true), ..]) if checkpoint => Err(FlashNextUsageError::Checkpoint { option }),
             _ => Ok(()),
+        }
+    }
+
+    /// Refuses the artifact as its own second copy.
+    ///
+    /// # Errors
+    /// When both are one file.
+    pub(crate) fn check_copy(&self, artifact: &Path) -> Result<(), FlashNextUsageError> {
+        let same = |copy: &&PathBuf| matches!((copy.canonicalize(), artifact.canonicalize()), (Ok(a), Ok(b)) if a == b);
+        match self.options.expert_stripe.as_ref().filter(same) {
+            Some(copy) => Err(FlashNextUsageError::SameCopy(copy.clone())),
+            None => Ok(()),
         }
     }
 

@@ -73,6 +73,8 @@ pub(crate) enum UsageError {
     },
     #[error("--{0} is not in this build for Qwen3.8-Flash-Next")]
     NotForFlashNext(&'static str),
+    #[error("bench does not measure Qwen3.8-Flash-Next in this build")]
+    NoBench,
     #[error(transparent)]
     Memory(#[from] MemoryError),
     #[error("no text to score: pass --corpus MANIFEST or --text FILE")]
@@ -278,13 +280,21 @@ impl ScoreOptions {
             output::check(path)?;
         }
         let evaluation = &options.evaluation;
+        let flash_next = &args.flash_next;
         for (option, path) in [
             ("--kl-reference", &evaluation.kl_reference),
             ("--kl-base", &evaluation.logits_reference),
             ("--kl-hidden", &evaluation.kl_hidden),
+            ("--ngram-volume", &flash_next.ngram_volume),
+            ("--ngram-hot-profile", &flash_next.ngram_hot_profile),
+            ("--expert-stripe", &flash_next.expert_stripe),
         ] {
             path.as_deref().map_or(Ok(()), |path| require_file(option, path))?;
         }
+        if let Some(path) = &flash_next.ngram_table {
+            require_model("--ngram-table", path)?;
+        }
+        options.flash_next.check_copy(&options.artifact)?;
         let text = match &options.input {
             Input::Corpus { manifest, .. } => ("the corpus manifest", manifest.as_path()),
             Input::Text(path) => ("the text", path.as_path()),

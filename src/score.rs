@@ -58,7 +58,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     options.precision.check(source.config())?;
     options
         .flash_next
-        .check(source.config())
+        .check(source.as_ref())
         .map_err(UsageError::FlashNext)?;
     let checked = options.numerics.check(source.config(), options.device);
     checked.map_err(UsageError::Route)?;
@@ -80,8 +80,6 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
             "shard {shard} holds none of the {windows} windows: nothing is scored"
         ));
     }
-    let profile = options.flash_next.write_profile(source.config(), &plan);
-    profile.map_err(|error| Failure::failed(format!("--ngram-hot-profile-out: {error}")))?;
     let longest = longest_feed(&plan);
     log.info(options.kv.line(source.config(), longest));
 
@@ -167,6 +165,8 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         "weights ready | {size} | {} | {speed}/s",
         duration(load_seconds)
     ));
+    let profile = options.flash_next.write_profile(source.config(), &plan, shard);
+    profile.map_err(|error| Failure::failed(format!("--ngram-hot-profile-out: {error}")))?;
 
     let (results, remembered) = evaluate_plan(prepared, &mut scorer, state, log)?;
     log.clear_progress();

@@ -240,19 +240,97 @@ fn a_second_copy_that_is_none_is_refused_before_scoring() {
     let mut other = bytes.clone();
     other[16] ^= 1;
     refused(&other, "the artifact id is");
-    let missing = format!("{PROTOCOL} --expert-stripe {}", dir.path("none").display());
-    let run = dir.score(&model, &text(), &missing);
-    assert_eq!(run.code, 1, "{}", run.stderr);
-    assert!(
-        run.stderr.contains("the second copy of the experts: "),
-        "{}",
-        run.stderr
+    let itself = format!("{PROTOCOL} --expert-stripe {}", dir.path("./model.ninfer").display());
+    let run = dir.score(&model, &text(), &itself);
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(run.stderr.contains("is the artifact itself"), "{}", run.stderr);
+}
+
+#[test]
+fn options_of_an_artifact_are_refused_with_a_checkpoint() {
+    let dir = Dir::new();
+    let file = dir.file("file", "0\n").display().to_string();
+    let hot = format!("ram-hot --ngram-hot-profile {file}");
+    for (option, value) in [
+        ("--ngram-volume", file.as_str()),
+        ("--ngram-table", &file),
+        ("--ngram-table", fixture().to_str().unwrap()),
+        ("--ngram-residency", "ram"),
+        ("--ngram-residency", "ram --ngram-lock"),
+        ("--ngram-residency", &hot),
+        ("--ngram-io", "buffered"),
+        ("--ngram-io", "buffered --ngram-io-depth 2"),
+        ("--ngram-ram-mib", "1"),
+        ("--ngram-ram-mib", "1 --ngram-hot-profile-out rows"),
+        ("--expert-a4-activations", ""),
+        ("--expert-residency", "host --expert-cache-mib 1"),
+        ("--expert-stripe", &file),
+    ] {
+        let run = dir.score(&fixture(), &text(), &format!("{PROTOCOL} {option} {value}"));
+        assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{option}: {}", run.stderr);
+        let words = format!("{option} is for an artifact; this model is a checkpoint");
+        assert!(run.stderr.contains(&words), "{option}: {}", run.stderr);
+    }
+    assert_eq!(dir.files(), ["file"]);
+}
+
+#[test]
+fn a_profile_holds_the_rows_of_the_shard() {
+    let dir = Dir::new();
+    let model = converted(&dir);
+    let rows = |shard: &str| {
+        let path = dir.path("rows.txt");
+        let options = format!(
+            "--context 70 --stride 35 --log-level error --ngram-hot-profile-out {}",
+            path.display()
+        );
+        dir.report(&model, &text(), &format!("{options} {shard}"));
+        let text = std::fs::read_to_string(path).unwrap();
+        let rows = text.lines().skip(1).map(str::to_owned);
+        rows.collect::<std::collections::BTreeSet<String>>()
+    };
+    let (all, first, second) = (rows(""), rows("--shard 0/2"), rows("--shard 1/2"));
+    assert!(first != all && second != all && first != second);
+    assert_eq!(
+        first.union(&second).cloned().collect::<std::collections::BTreeSet<_>>(),
+        all
     );
-    let of_checkpoint = format!("{PROTOCOL} --expert-stripe {}", model.display());
-    let run = dir.score(&fixture(), &text(), &of_checkpoint);
-    assert_eq!(run.code, 1, "{}", run.stderr);
-    let words = "which an artifact has and a checkpoint has not";
-    assert!(run.stderr.contains(words), "{}", run.stderr);
+    // Nothing is written where nothing can be scored.
+    std::fs::remove_file(format!("{}.ngram", model.display())).unwrap();
+    let options = format!("{PROTOCOL} --ngram-hot-profile-out {}", dir.path("none.txt").display());
+    assert_eq!(dir.score(&model, &text(), &options).code, 1);
+    assert!(!dir.path("none.txt").exists());
+}
+
+/// A privileged process may lock whatever it likes; then the report says that it did.
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_that_cannot_be_locked_is_said_to_be() {
+    let dir = Dir::new();
+    let (model, out) = (converted(&dir), dir.path("out"));
+    let run = std::process::Command::new("sh")
+        .args([
+            "-c",
+            "ulimit -l 0; exec \"$0\" \"$@\"",
+            env!("CARGO_BIN_EXE_burn-perplexity"),
+        ])
+        .args([model.as_os_str(), "--text".as_ref(), text().as_os_str()])
+        .args(PROTOCOL.split(' '))
+        .args(["--ngram-residency", "ram", "--ngram-lock", "--output"])
+        .arg(&out)
+        .output()
+        .unwrap();
+    let message = String::from_utf8(run.stderr).unwrap();
+    match run.status.code() {
+        Some(0) => assert_eq!(read_report(&out)["execution"]["options"]["ngram_access"], "ram, locked"),
+        code => {
+            assert_eq!(code, Some(1), "{message}");
+            assert!(
+                message.contains("model.ninfer.ngram: ") && message.contains("raise `ulimit -l`"),
+                "{message}"
+            );
+        }
+    }
 }
 
 #[test]
@@ -302,6 +380,10 @@ fn the_tiny_model_is_written_inspected_and_scored() {
     assert_ne!(window_nlls(&four), window_nlls(&sixteen));
     assert_eq!(four["execution"]["expert_a4_activations"], true);
     assert_eq!(dir.run(synth).code, 2);
+    let bench = dir.run(["bench", out.to_str().unwrap()]);
+    assert_eq!((bench.code, bench.stdout.as_str()), (2, ""), "{}", bench.stderr);
+    let words = "bench does not measure Qwen3.8-Flash-Next in this build";
+    assert!(bench.stderr.contains(words), "{}", bench.stderr);
 }
 
 #[test]

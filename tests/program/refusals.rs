@@ -45,6 +45,27 @@ fn options_of_flash_next_fit_the_model_and_one_another() {
         ("--expert-residency shelf", "[possible values: device, host, disk]"),
         ("--no-ngram-table --ngram-volume TEXT", "cannot be used with"),
         ("--no-ngram-table --ngram-lock", "cannot be used with"),
+        ("--expert-a4-activations --a16-activations", "cannot be used with"),
+        ("--ngram-volume nowhere", "--ngram-volume \"nowhere\" does not exist"),
+        (
+            "--ngram-volume .",
+            "--ngram-volume \".\" is a directory, expected a file",
+        ),
+        ("--ngram-table nowhere", "--ngram-table \"nowhere\" does not exist"),
+        (
+            "--ngram-table /dev/zero",
+            "--ngram-table \"/dev/zero\" is a device, expected a file or a directory",
+        ),
+        (
+            "--ngram-residency ram-hot --ngram-hot-profile nowhere",
+            "--ngram-hot-profile \"nowhere\" does not exist",
+        ),
+        (
+            "--ngram-residency ram-hot --ngram-hot-profile /dev/zero",
+            "--ngram-hot-profile \"/dev/zero\" is a device",
+        ),
+        ("--expert-stripe nowhere", "--expert-stripe \"nowhere\" does not exist"),
+        ("--expert-stripe .", "--expert-stripe \".\" is a directory"),
         ("--ngram-lock", "--ngram-lock needs --ngram-residency ram"),
         (
             "--ngram-io-depth 8",
