@@ -8,6 +8,7 @@
 //! A profile is a text: one row number per line, the most wanted first; empty lines and lines that begin with `#` say
 //! nothing. Where a row comes from changes no result.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -176,8 +177,10 @@ pub(super) fn read_profile(path: &Path, all: u64, row_bytes: usize, bytes: u64) 
             rows: all,
         })?);
     }
+    // A row that occurs again takes no second place.
+    let mut seen = HashSet::new();
+    wanted.retain(|row| seen.insert(*row));
     wanted.truncate(usize::try_from(places(row_bytes, bytes)).unwrap_or(usize::MAX));
     wanted.sort_unstable();
-    wanted.dedup();
     Ok(wanted)
 }

@@ -165,6 +165,19 @@ pub enum VolumeError {
         /// The system's reason.
         source: io::Error,
     },
+    /// Memory that the system does not lock.
+    #[error(
+        "{}: {bytes} bytes of it cannot be locked in memory ({source}); raise `ulimit -l` or leave --ngram-lock out",
+        path.display()
+    )]
+    Lock {
+        /// The volume.
+        path: PathBuf,
+        /// How much was asked for.
+        bytes: usize,
+        /// The system's reason.
+        source: io::Error,
+    },
     /// A line of a profile that is no row of the table.
     #[error("{}, line {line}: {found:?} is no row of the n-gram table, which has {rows}", path.display())]
     Profile {
@@ -278,6 +291,13 @@ impl Volume {
             path: path.into(),
             source,
         };
+        let lock = |map: &MmapMut| {
+            map.lock().map_err(|source| VolumeError::Lock {
+                path: path.into(),
+                bytes: map.len(),
+                source,
+            })
+        };
         let file = File::open(path).map_err(|source| match source.kind() {
             io::ErrorKind::NotFound => VolumeError::Missing { path: path.into() },
             _ => failed(source),
@@ -322,7 +342,7 @@ impl Volume {
                 let mut map = MmapMut::map_anon(expected as usize).map_err(failed)?;
                 file.read_exact_at(&mut map, 0).map_err(failed)?;
                 if locked {
-                    map.lock().map_err(failed)?;
+                    lock(&map)?;
                 }
                 Rows::Bytes(map.make_read_only().map_err(failed)?)
             }
@@ -342,7 +362,7 @@ impl Volume {
                 let mut codes = MmapMut::map_anon((rows.len() * geometry.row_bytes).max(1)).map_err(failed)?;
                 volume.fetch(&rows, &mut codes)?;
                 if *locked {
-                    codes.lock().map_err(failed)?;
+                    lock(&codes)?;
                 }
                 RowMemory::hot(geometry.row_bytes, rows, codes)
             }
