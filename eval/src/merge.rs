@@ -19,7 +19,18 @@ use crate::statistics::{KlDetail, Sums, coverage_note};
 use crate::uncertainty::{Block, Uncertainty};
 
 /// Settings that may differ between shards without changing what was measured.
-const MAY_DIFFER: [&str; 3] = ["device", "devices", "device_name"];
+const MAY_DIFFER: [&str; 10] = [
+    "device",
+    "devices",
+    "device_name",
+    "expert_residency",
+    "expert_cache_bytes",
+    "expert_stripe",
+    "ngram_volume",
+    "ngram_access",
+    "ngram_ram_bytes",
+    "ngram_hot_profile",
+];
 
 /// Why reports cannot be joined.
 #[derive(Debug, thiserror::Error)]
@@ -154,16 +165,8 @@ fn difference(a: &Report, b: &Report) -> Result<Option<String>, MergeError> {
     let json = |report: &Report| serde_json::to_value(report).map_err(ReportError::from);
     let (a, b) = (json(a)?, json(b)?);
     for part in ["schema_version", "metric", "build", "artifact", "corpus", "execution"] {
-        let (a, b) = (&a[part], &b[part]);
-        match (a, b) {
-            (Value::Object(x), Value::Object(y)) => {
-                let fields = x.keys().filter(|field| !MAY_DIFFER.contains(&field.as_str()));
-                if let Some(field) = fields.into_iter().find(|field| x.get(*field) != y.get(*field)) {
-                    return Ok(Some(format!("{part}.{field}")));
-                }
-            }
-            _ if a != b => return Ok(Some(part.into())),
-            _ => {}
+        if let Some(field) = first_difference(part, &a[part], &b[part]) {
+            return Ok(Some(field));
         }
     }
     let rows = |report: &Value| report["denominators"]["softmax_rows"].clone();
@@ -195,6 +198,17 @@ fn difference(a: &Report, b: &Report) -> Result<Option<String>, MergeError> {
             .map(|field| format!("streams[{i}].{field}"))
     };
     Ok(a.iter().zip(&b).enumerate().find_map(differs))
+}
+
+/// Path of the first value below `path` that differs and may not.
+fn first_difference(path: &str, a: &Value, b: &Value) -> Option<String> {
+    let (Value::Object(x), Value::Object(y)) = (a, b) else {
+        return (a != b).then(|| path.to_owned());
+    };
+    let fields = x.keys().chain(y.keys());
+    fields
+        .filter(|field| !MAY_DIFFER.contains(&field.as_str()))
+        .find_map(|field| first_difference(&format!("{path}.{field}"), &a[field.as_str()], &b[field.as_str()]))
 }
 
 /// Sums in scoring order.

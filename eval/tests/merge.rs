@@ -146,6 +146,35 @@ fn what_is_no_complete_set_of_shards_is_refused() {
     let mut elsewhere = part("1/2");
     elsewhere.execution.settings.device_name = Some("another".into());
     assert!(merge(vec![part("0/2"), elsewhere]).is_ok());
+    // So may what changes no score, wherever it is set; what does is named.
+    let with_option = |name: &str, of: [usize; 2]| {
+        let mut parts = [part("0/2"), part("1/2")];
+        for i in of {
+            let options = &mut parts[i].execution.settings.options;
+            options.insert(name.into(), json!(i));
+        }
+        merge(parts.into()).map_err(|error| error.to_string())
+    };
+    for name in [
+        "expert_residency",
+        "expert_cache_bytes",
+        "expert_stripe",
+        "ngram_volume",
+        "ngram_access",
+        "ngram_ram_bytes",
+        "ngram_hot_profile",
+    ] {
+        for of in [[0, 1], [0, 0], [1, 1]] {
+            assert!(with_option(name, of).is_ok(), "{name}");
+        }
+    }
+    for name in ["no_ngram_table", "expert_arithmetic"] {
+        for of in [[0, 1], [0, 0], [1, 1]] {
+            let message = with_option(name, of).unwrap_err();
+            let words = format!("`execution.options.{name}` differs between");
+            assert!(message.starts_with(&words), "{message}");
+        }
+    }
 }
 
 /// The refusal of a report after a change of its JSON.
