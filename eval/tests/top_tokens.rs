@@ -359,4 +359,5 @@ fn another_protocol_or_vocabulary_is_refused() {
         message.contains("was recorded over 100 tokens of vocabulary, this model has 99"),
         "{message}"
     );
+    assert!(message.contains("or runs with the same --softmax-rows"), "{message}");
 }

@@ -111,6 +111,11 @@ pub trait CodecSpec: Debug + Send + Sync {
         None
     }
 
+    /// The supported lengths of a row, in words for a message.
+    fn head_dims(&self) -> String {
+        HEAD_DIM.to_string()
+    }
+
     /// Entries of one block of rows of `head_dim` values.
     fn layout(&self, head_dim: usize) -> Layout;
 }

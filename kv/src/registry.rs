@@ -132,6 +132,9 @@ impl CodecSpec for Custom {
     fn supports(&self, head_dim: usize) -> bool {
         self.codec.supports(head_dim)
     }
+    fn head_dims(&self) -> String {
+        self.codec.head_dims()
+    }
     fn layout(&self, head_dim: usize) -> Layout {
         self.codec.layout(head_dim)
     }
@@ -269,8 +272,8 @@ pub enum KvError {
         codec: String,
         /// The model's head dimension.
         head_dim: usize,
-        /// The head dimension of the format.
-        expected: usize,
+        /// The head dimensions of the format.
+        expected: String,
     },
 }
 
@@ -442,7 +445,7 @@ impl KvDtype {
                     return Err(KvError::HeadDim {
                         codec,
                         head_dim,
-                        expected: crate::codec::HEAD_DIM,
+                        expected: spec.head_dims(),
                     });
                 }
             }

@@ -151,6 +151,10 @@ fn head_dims_outside_a_format_are_refused_before_any_work() {
         "KV codec `int8` cannot store rows of 128 values: it is defined for 256"
     );
     assert_eq!("bf16".parse::<KvDtype>().unwrap().check(&[3], 16), Ok(()));
+    let kivi: KvDtype = "kivi4".parse().unwrap();
+    assert_eq!(kivi.check(&[3], 64), Ok(()));
+    let error = kivi.check(&[3], 80).unwrap_err().to_string();
+    assert!(error.contains("values: it is defined for multiples of 32"), "{error}");
 }
 
 #[test]

@@ -87,7 +87,7 @@ pub enum TopTokenError {
     /// The file was recorded with another vocabulary.
     #[error(
         "{path} was recorded over {recorded} tokens of vocabulary, this model has {public}; \
-         only models with one tokenizer can be compared", path = path.display()
+         only models with one tokenizer, or runs with the same --softmax-rows, can be compared", path = path.display()
     )]
     Vocabulary {
         /// The file.

@@ -191,6 +191,9 @@ impl CodecSpec for KiviV {
     fn supports(&self, head_dim: usize) -> bool {
         head_dim.is_multiple_of(GROUP)
     }
+    fn head_dims(&self) -> String {
+        format!("multiples of {GROUP}")
+    }
     fn layout(&self, head_dim: usize) -> Layout {
         Layout(vec![
             Plane::new("codes", head_dim, self.bits),
