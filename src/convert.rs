@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
-use perplexity_eval::files::check_folders;
+use perplexity_eval::files::{Named, check_apart, check_folders};
 use perplexity_eval::humanize::{bytes, count, duration};
 use perplexity_eval::progress::bar;
 use perplexity_eval::text::Text;
 use perplexity_model::convert::{ConvertOptions, Progress, Recipe, Summary, convert};
+use perplexity_model::qwen4_exp::volume_path;
 use perplexity_model::source::{self, TextSource};
 use perplexity_model::tokenizer::{AddedTokens, TextTokenizer};
 use serde_json::json;
@@ -34,8 +35,15 @@ pub(crate) fn run(args: &ConvertArgs, log: &Log) -> Result<(), Failure> {
     };
     require_directory("checkpoint", &args.checkpoint)?;
     check_folders(&[("OUT.ninfer", &args.out)]).map_err(UsageError::Files)?;
-    if args.out.exists() {
-        return Err(UsageError::ArtifactExists(args.out.clone()).into());
+    let recipe_file = Some(("--recipe", Path::new(&args.recipe)));
+    let text = args.calibrate.as_deref().map(|path| ("--calibrate", path));
+    check_new(&args.out, [recipe_file, text])?;
+    let volume = volume_path(&args.out);
+    if volume.exists() {
+        let source = source::open(&args.checkpoint).map_err(Failure::failed)?;
+        if source.config().flash_next.is_some() {
+            return Err(UsageError::ArtifactExists(volume).into());
+        }
     }
     if let Some(text) = &args.calibrate {
         if !options.recipe.permits_a4() {
@@ -60,6 +68,15 @@ pub(crate) fn run(args: &ConvertArgs, log: &Log) -> Result<(), Failure> {
     log.clear_progress();
     log_summary(log, "converted", &summary, began.elapsed().as_secs_f64());
     Ok(())
+}
+
+/// Refuses an artifact that exists already, or whose temporary name is that of a file that is read.
+pub(crate) fn check_new(out: &Path, read: [Option<Named<'_>>; 2]) -> Result<(), UsageError> {
+    if out.exists() {
+        return Err(UsageError::ArtifactExists(out.to_owned()));
+    }
+    let files = read.into_iter().flatten().filter(|(_, path)| path.is_file());
+    Ok(check_apart(&files.collect::<Vec<_>>(), &[("OUT.ninfer", out)])?)
 }
 
 /// What was written, under its notes; `done` says how it was made.

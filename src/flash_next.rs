@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum, ValueHint};
 use perplexity_eval::corpus::CorpusPlan;
-use perplexity_eval::files::{Named, PendingFile};
+use perplexity_eval::files::{Named, PendingFile, TEMPORARY};
 use perplexity_eval::report::Settings;
 use perplexity_eval::shard::Shard;
 use perplexity_model::config::TextConfig;
@@ -270,7 +270,7 @@ impl FlashNext {
         }
         let mut rows: Vec<(u64, u64)> = counts.into_iter().collect();
         rows.sort_unstable_by_key(|(row, count)| (std::cmp::Reverse(*count), *row));
-        let mut file = PendingFile::create(path, ".tmp")?;
+        let mut file = PendingFile::create(path, TEMPORARY)?;
         writeln!(file, "# rows of the n-gram table, the most wanted first")?;
         rows.iter().try_for_each(|(row, _)| writeln!(file, "{row}"))?;
         file.commit()

@@ -20,7 +20,7 @@ use perplexity_model::backends;
 use perplexity_model::config::TextConfig;
 use perplexity_model::inspect::Inspection;
 use perplexity_model::memory::Residency;
-use perplexity_model::qwen4_exp::Statistics;
+use perplexity_model::qwen4_exp::{Statistics, volume_path};
 use perplexity_model::rope::RopeExtension;
 use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Window};
 use perplexity_model::signature::prefill_signature;
@@ -239,11 +239,18 @@ fn read(input: &Input) -> Result<CorpusText, Failure> {
 
 /// Refuses outputs that would replace a text or a file of the model, which only now are known.
 fn check_apart(options: &ScoreOptions, text: &CorpusText, source: &dyn TextSource) -> Result<(), UsageError> {
-    let beside = |name: &str| options.artifact.with_file_name(name);
-    let volumes: Vec<PathBuf> = match options.artifact.is_dir() {
-        true => Vec::new(),
-        false => source.files().iter().map(|file| beside(&file.name)).collect(),
-    };
+    let mut volumes: Vec<PathBuf> = Vec::new();
+    if source.artifact().is_some() {
+        let names: Vec<String> = source.files().into_iter().map(|file| file.name).collect();
+        volumes.extend(names.iter().map(|name| options.artifact.with_file_name(name)));
+        // A second copy has the same volumes beside its entry.
+        if let Some(copy) = &options.flash_next.options().expert_stripe {
+            volumes.extend(names.iter().skip(1).map(|name| copy.with_file_name(name)));
+        }
+        if source.config().flash_next.is_some() {
+            volumes.push(volume_path(&options.artifact));
+        }
+    }
     let texts = text
         .streams
         .iter()

@@ -10,7 +10,7 @@ use perplexity_model::source;
 use perplexity_model::synth::{Preset, SynthOptions, synth};
 
 use crate::args::SynthArgs;
-use crate::convert::{log_summary, progress_line, recipe};
+use crate::convert::{check_new, log_summary, progress_line, recipe};
 use crate::log::Log;
 use crate::options::{UsageError, find_demo, positive};
 use crate::{Failure, limit_threads};
@@ -37,8 +37,13 @@ fn names() -> String {
 /// Writes the artifact that `args` ask for.
 pub(crate) fn run(args: &SynthArgs, working_directory: &Path, log: &Log) -> Result<(), Failure> {
     limit_threads(positive("--threads", args.threads)?)?;
-    if args.out.exists() {
-        return Err(UsageError::ArtifactExists(args.out.clone()).into());
+    let recipe_file = args.recipe.as_ref().map(|name| ("--recipe", Path::new(name)));
+    let tokenizer = args.tokenizer.as_deref().map(|path| ("--tokenizer", path));
+    check_new(&args.out, [recipe_file, tokenizer])?;
+    let volume = volume_path(&args.out);
+    let has_volume = args.preset == TINY || Preset::named(&args.preset).is_some_and(|preset| preset.has_ngrams());
+    if has_volume && volume.exists() {
+        return Err(UsageError::ArtifactExists(volume).into());
     }
     if args.preset == TINY {
         return tiny(args, log);

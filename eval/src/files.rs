@@ -6,6 +6,11 @@ use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, BufWriter, Write};
 use std::path::{Component, Path, PathBuf};
 
+/// What the name of a recorded file ends in until it is complete.
+pub const PARTIAL: &str = ".partial";
+/// What the name of any other file ends in until it is complete.
+pub const TEMPORARY: &str = ".tmp";
+
 /// `path` made absolute, without `.` and with `..` resolved lexically.
 pub fn absolute(path: &Path) -> io::Result<PathBuf> {
     let mut normal = PathBuf::new();
@@ -80,6 +85,21 @@ pub enum FilesError {
         /// What is there.
         other: &'static str,
     },
+    /// A name that it has until it is complete is an input or another output of the same run.
+    #[error(
+        "{role} {path:?} reserves the name {temporary:?} until it is complete, and that is {other}; a run replaces no file it \
+         needs, name another"
+    )]
+    Reserves {
+        /// What is to be written.
+        role: &'static str,
+        /// Where to.
+        path: PathBuf,
+        /// Its name until then.
+        temporary: PathBuf,
+        /// What is there.
+        other: &'static str,
+    },
     /// It lies in a directory that is read.
     #[error("{role} {path:?} lies in the checkpoint {checkpoint:?}, which a run leaves as it is; name another folder")]
     InCheckpoint {
@@ -114,7 +134,8 @@ pub enum FilesError {
 pub type Named<'a> = (&'static str, &'a Path);
 
 /// Checks that the `outputs` are regular or new files, apart from `inputs`, from each other, and not in a checkpoint: what a
-/// run writes may replace an older file of its own kind, never an input, a device, or another result of the same run.
+/// run writes may replace an older file of its own kind, never an input, a device, or another result of the same run. That
+/// holds for the names with [`PARTIAL`] and [`TEMPORARY`] as well, both of them whatever kind of file the output is.
 ///
 /// # Errors
 /// The first output that cannot be written as asked.
@@ -125,10 +146,15 @@ pub fn check_apart(inputs: &[Named<'_>], outputs: &[Named<'_>]) -> Result<(), Fi
             return Err(FilesError::NotRegular { role, path, kind });
         }
         let place = place(path);
-        let mut others = inputs.iter().chain(&outputs[..index]);
-        if let Some(&(other, _)) = others.find(|(_, other)| self::place(other) == place) {
-            let path = path.to_owned();
-            return Err(FilesError::Meets { role, path, other });
+        for &(other, other_path) in inputs.iter().chain(&outputs[..index]) {
+            if self::place(other_path) == place {
+                let path = path.to_owned();
+                return Err(FilesError::Meets { role, path, other });
+            }
+            check_reserved((role, path), (other, other_path))?;
+        }
+        for &other in &outputs[..index] {
+            check_reserved(other, (role, path))?;
         }
         let checkpoint = inputs
             .iter()
@@ -142,6 +168,21 @@ pub fn check_apart(inputs: &[Named<'_>], outputs: &[Named<'_>]) -> Result<(), Fi
         }
     }
     Ok(())
+}
+
+/// Checks that `other` is not what the output is called before it is complete.
+fn check_reserved((role, path): Named<'_>, (other, other_path): Named<'_>) -> Result<(), FilesError> {
+    let reserved = [PARTIAL, TEMPORARY].map(|suffix| with_suffix(path, suffix));
+    let place_of_other = place(other_path);
+    match reserved.into_iter().find(|name| place(name) == place_of_other) {
+        None => Ok(()),
+        Some(temporary) => Err(FilesError::Reserves {
+            role,
+            path: path.to_owned(),
+            temporary,
+            other,
+        }),
+    }
 }
 
 /// Checks that the folders of `outputs` exist.
@@ -230,7 +271,7 @@ pub struct PendingFile {
 }
 
 impl PendingFile {
-    /// Opens `path` + `suffix` for writing.
+    /// Opens `path` + `suffix` for writing, which is [`PARTIAL`] or [`TEMPORARY`].
     ///
     /// # Errors
     /// When the file cannot be created, for instance because the directory does not exist, or another run is writing it.
@@ -307,16 +348,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("out");
         let names = || std::fs::read_dir(dir.path()).unwrap().count();
-        let mut file = PendingFile::create(&path, ".partial").unwrap();
+        let mut file = PendingFile::create(&path, PARTIAL).unwrap();
         file.write_all(b"abc").unwrap();
         assert!(!path.exists() && dir.path().join("out.partial").exists());
         drop(file);
         assert_eq!(names(), 0);
-        let mut file = PendingFile::create(&path, ".partial").unwrap();
+        let mut file = PendingFile::create(&path, PARTIAL).unwrap();
         file.write_all(b"abc").unwrap();
         file.commit().unwrap();
         assert_eq!((names(), std::fs::read(&path).unwrap()), (1, b"abc".to_vec()));
-        assert!(PendingFile::create(dir.path(), ".partial").is_err());
+        assert!(PendingFile::create(dir.path(), PARTIAL).is_err());
     }
 
     #[test]
@@ -324,13 +365,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("out");
         fs::write(dir.path().join("out.partial"), "left by a run that was killed").unwrap();
-        let mut first = PendingFile::create(&path, ".partial").unwrap();
-        let refused = PendingFile::create(&path, ".partial").unwrap_err();
+        let mut first = PendingFile::create(&path, PARTIAL).unwrap();
+        let refused = PendingFile::create(&path, PARTIAL).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::ResourceBusy);
         first.write_all(b"first").unwrap();
         first.commit().unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"first");
-        drop(PendingFile::create(&path, ".partial").unwrap());
+        drop(PendingFile::create(&path, PARTIAL).unwrap());
         assert_eq!(fs::read(&path).unwrap(), b"first");
     }
 
@@ -375,6 +416,48 @@ mod tests {
             check_folders(&[("--resume", &at("nowhere").join("state"))]),
             Err(FilesError::NoFolder { role: "--resume", .. })
         ));
+    }
+
+    #[test]
+    fn the_names_that_outputs_have_until_they_are_complete_are_theirs_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let reference = at("q.partial");
+        let inputs = [("the reference", reference.as_path())];
+        let refused = |outputs: &[(&'static str, &str)]| {
+            let outputs: Vec<_> = outputs.iter().map(|(role, name)| (*role, at(name))).collect();
+            let outputs: Vec<Named<'_>> = outputs.iter().map(|(role, path)| (*role, path.as_path())).collect();
+            match check_apart(&inputs, &outputs) {
+                Err(FilesError::Reserves {
+                    role,
+                    path,
+                    temporary,
+                    other,
+                }) => Some((role, path, temporary, other)),
+                other => {
+                    assert_eq!(other, Ok(()));
+                    None
+                }
+            }
+        };
+        assert_eq!(
+            refused(&[("--save-tokens", "q")]),
+            Some(("--save-tokens", at("q"), at("q.partial"), "the reference"))
+        );
+        let (hidden, tokens) = (("--save-hidden", "n"), ("--save-tokens", "n.tmp"));
+        let expected = Some(("--save-hidden", at("n"), at("n.tmp"), "--save-tokens"));
+        assert_eq!(refused(&[hidden, tokens]), expected);
+        assert_eq!(refused(&[tokens, hidden]), expected);
+        assert_eq!(refused(&[("--save-tokens", "n.tmpx"), hidden]), None);
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink(&reference, at("m.tmp")).unwrap();
+            fs::write(&reference, "kept").unwrap();
+            assert_eq!(
+                refused(&[("--save-tokens", "m")]),
+                Some(("--save-tokens", at("m"), at("m.tmp"), "the reference"))
+            );
+        }
     }
 
     #[cfg(unix)]

@@ -5,11 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use crate::files::{PendingFile, with_suffix};
+use crate::files::{PendingFile, TEMPORARY, with_suffix};
 use crate::report::{FILE_NAME, Report, ReportError};
-
-/// What the report's name ends in while it is not complete.
-const PENDING: &str = ".tmp";
 
 /// Why a directory cannot take the results.
 #[derive(Debug, thiserror::Error)]
@@ -57,7 +54,7 @@ pub fn check(path: &Path) -> Result<(), OutputError> {
         Err(source) => Err(failed(source)),
         Ok(found) if !found.is_dir() => Err(OutputError::NotADirectory { path: path.to_owned() }),
         Ok(_) => {
-            let pending = with_suffix(Path::new(FILE_NAME), PENDING);
+            let pending = with_suffix(Path::new(FILE_NAME), TEMPORARY);
             for entry in fs::read_dir(path).map_err(failed)? {
                 if entry.map_err(failed)?.file_name() != pending {
                     return Err(OutputError::NotEmpty { path: path.to_owned() });
@@ -116,7 +113,7 @@ impl OutputDirectory {
     }
 
     fn hold(path: PathBuf, created: bool) -> Result<Self, OutputError> {
-        let report = PendingFile::create(&path.join(FILE_NAME), PENDING).map_err(|source| match source.kind() {
+        let report = PendingFile::create(&path.join(FILE_NAME), TEMPORARY).map_err(|source| match source.kind() {
             io::ErrorKind::ResourceBusy => OutputError::Busy { path: path.clone() },
             _ => io_error(&path, source),
         })?;

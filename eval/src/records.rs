@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::files::{PendingFile, open_regular};
+use crate::files::{PARTIAL, PendingFile, open_regular};
 use crate::foreign::{FileKind, PREFIX_LEN, describe, identify};
 use crate::top_tokens::TopTokenError;
 
@@ -143,7 +143,7 @@ impl RecordWriter {
             path: path.to_owned(),
             source,
         };
-        let mut file = PendingFile::create(path, ".partial").map_err(io)?;
+        let mut file = PendingFile::create(path, PARTIAL).map_err(io)?;
         file.write_all(header).map_err(io)?;
         Ok(Self {
             file,

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::corpus::CorpusPlan;
-use crate::files::PendingFile;
+use crate::files::{PARTIAL, PendingFile};
 use crate::fingerprint::fingerprint;
 use crate::windows::WindowKind;
 
@@ -75,7 +75,7 @@ pub struct TokensFile {
 /// # Errors
 /// When the file cannot be written; nothing is left behind then.
 pub fn write(path: &Path, plan: &CorpusPlan, public_tokens: usize) -> io::Result<PendingFile> {
-    let mut file = PendingFile::create(path, ".partial")?;
+    let mut file = PendingFile::create(path, PARTIAL)?;
     let header = TokensHeader {
         schema_version: SCHEMA_VERSION,
         corpus_id: plan.id.clone(),

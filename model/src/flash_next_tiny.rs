@@ -16,7 +16,7 @@ use std::path::Path;
 use perplexity_kernels::numeric::round_bf16;
 use serde_json::{Value, json};
 
-use crate::artifact::{Binding, Component, Use, Writer, WriterOptions};
+use crate::artifact::{Binding, Component, PendingFile, Use, Writer, WriterOptions};
 use crate::config::{FlashNextConfig, TextConfig};
 use crate::formats::nvfp4_expert::{self, MatrixWords, Projection};
 use crate::formats::{self, EncodeMethod, Format, FormatError};
@@ -179,13 +179,24 @@ pub fn write(path: &Path, options: &TinyOptions) -> Result<(), TinyError> {
         stream.append(object, &bytes)?;
     }
     if let Some(dims) = &config.flash_next {
-        write_volume(&volume_path(path), dims, config.vocab_size, options.zero_table)?;
+        stream.accompany(write_volume(
+            &volume_path(path),
+            dims,
+            config.vocab_size,
+            options.zero_table,
+        )?);
     }
     stream.finish()?;
     Ok(())
 }
 
-fn write_volume(path: &Path, dims: &FlashNextConfig, vocab_size: usize, zero: bool) -> Result<(), VolumeError> {
+/// Writes the volume; it has no name yet.
+fn write_volume(
+    path: &Path,
+    dims: &FlashNextConfig,
+    vocab_size: usize,
+    zero: bool,
+) -> Result<PendingFile, VolumeError> {
     let geometry = dims.geometry(vocab_size);
     let mut volume = VolumeWriter::create(path, geometry, VOLUME_ID)?;
     let mut words = words("ngram/table").map(|u| {
@@ -199,7 +210,7 @@ fn write_volume(path: &Path, dims: &FlashNextConfig, vocab_size: usize, zero: bo
         let row: Vec<u8> = words.by_ref().take(geometry.row_bytes).collect();
         volume.append(&row)?;
     }
-    volume.finish()
+    volume.complete()
 }
 
 /// The scales of expert `expert`'s inputs.

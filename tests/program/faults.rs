@@ -2,6 +2,8 @@
 
 use std::process::{Command, Stdio};
 
+use perplexity_model::artifact::WriterOptions;
+use perplexity_model::flash_next_tiny::{self, TinyOptions};
 use serde_json::{Value, json};
 
 use crate::common::{Dir, Run, byte_model, demo_artifact, demo_checkpoint, read_report, repository};
@@ -308,5 +310,148 @@ fn a_killed_run_leaves_nothing_under_a_final_name() {
         for name in files.iter().filter(|name| *name != "a.txt") {
             std::fs::remove_file(dir.path(name)).unwrap();
         }
+    }
+}
+
+/// Runs a command line that must be refused as wrong usage, with these words.
+fn refused(dir: &Dir, line: &str, words: &str) {
+    let run = run(dir, line);
+    assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{line}: {}", run.stderr);
+    assert!(run.stderr.contains(words), "{line}: {}", run.stderr);
+}
+
+#[test]
+fn outputs_never_replace_the_volumes_of_a_model() {
+    let dir = Dir::new();
+    dir.file("a.txt", "printable_characters");
+    for folder in ["v", "w"] {
+        std::fs::create_dir(dir.path(folder)).unwrap();
+        let options = TinyOptions {
+            writer: WriterOptions {
+                volume_limit: 200_000,
+                artifact_id: Some([7; 16]),
+            },
+            ..TinyOptions::default()
+        };
+        flash_next_tiny::write(&dir.path(&format!("{folder}/m.ninfer")), &options).unwrap();
+    }
+    let files = dir.files();
+    let contents = || -> Vec<Vec<u8>> {
+        files
+            .iter()
+            .map(|name| std::fs::read(dir.path(name)).unwrap())
+            .collect()
+    };
+    let before = contents();
+    let read = |name: &&String| name.starts_with("v/") || name.starts_with("w/m.ninfer.part");
+    let volumes: Vec<&String> = files.iter().filter(|name| *name != "v/m.ninfer").filter(read).collect();
+    assert!(volumes.len() > 2, "{files:?}");
+    for volume in volumes {
+        for option in [
+            "--save-top-tokens",
+            "--save-tokens",
+            "--save-hidden",
+            "--ngram-hot-profile-out",
+        ] {
+            let line = format!("v/m.ninfer --text a.txt --expert-stripe w/m.ninfer {option} {volume}");
+            refused(
+                &dir,
+                &line,
+                &format!("{option} {volume:?} is also a file of the artifact"),
+            );
+        }
+    }
+    assert_eq!(dir.files(), files);
+    assert_eq!(contents(), before);
+}
+
+#[test]
+fn names_of_incomplete_outputs_are_no_inputs() {
+    let dir = Dir::new();
+    for name in ["q.partial", "n.tmp", "o/report.json.tmp"] {
+        dir.file(name, TEXT);
+    }
+    dir.file("r.tmp", "name = \"mine\"\nfallback = \"bf16\"\n");
+    let model = std::fs::read(demo_artifact()).unwrap();
+    dir.file("m.tmp", &model);
+    let files = dir.files();
+    for (line, words) in [
+        (
+            "MODEL --text q.partial --save-top-tokens q",
+            r#"--save-top-tokens "q" reserves the name "q.partial" until it is complete, and that is the text"#,
+        ),
+        (
+            "MODEL --text n.tmp --ngram-hot-profile-out n",
+            r#"the name "n.tmp" until"#,
+        ),
+        (
+            "m.tmp --text n.tmp --ngram-hot-profile-out m",
+            r#"--ngram-hot-profile-out "m" reserves the name "m.tmp" until it is complete, and that is the artifact"#,
+        ),
+        (
+            "MODEL --text o/report.json.tmp --output o",
+            r#"the report "o/report.json" reserves the name "o/report.json.tmp""#,
+        ),
+        (
+            "MODEL --text n.tmp --save-tokens k --resume k.partial",
+            r#"--save-tokens "k" reserves the name "k.partial" until it is complete, and that is --resume"#,
+        ),
+        (
+            "convert MODEL r --recipe r.tmp",
+            r#"OUT.ninfer "r" reserves the name "r.tmp" until it is complete, and that is --recipe"#,
+        ),
+        (
+            "synth m --preset demo --recipe q4 --tokenizer m.tmp",
+            r#"the name "m.tmp" until it is complete, and that is --tokenizer"#,
+        ),
+    ] {
+        refused(&dir, line, words);
+    }
+    assert_eq!(dir.files(), files);
+    assert_eq!(std::fs::read(dir.path("m.tmp")).unwrap(), model);
+    for name in ["q.partial", "n.tmp", "o/report.json.tmp"] {
+        assert_eq!(std::fs::read_to_string(dir.path(name)).unwrap(), TEXT, "{name}");
+    }
+}
+
+#[test]
+fn a_volume_in_the_way_is_noticed_first_and_one_left_incomplete_is_taken_over() {
+    let dir = Dir::new();
+    let fixture = repository("tests/data/fixtures/flash_next");
+    let convert = format!(
+        "convert {} m.ninfer --recipe qwen3_8_flash_next_nvfp4",
+        fixture.display()
+    );
+    let tiny = "synth m.ninfer --preset flash-next-tiny";
+    let large = "synth m.ninfer --preset qwen3.8-flash-next --recipe qwen3_8_flash_next_nvfp4";
+    dir.file("m.ninfer.ngram", "kept");
+    for line in [&convert, tiny, large] {
+        refused(&dir, line, r#""m.ninfer.ngram" exists already"#);
+    }
+    assert_eq!(dir.files(), ["m.ninfer.ngram"]);
+    // A model without a table writes no volume.
+    assert_eq!(run(&dir, "convert MODEL m.ninfer --recipe bf16").code, 0);
+    assert_eq!(std::fs::read_to_string(dir.path("m.ninfer.ngram")).unwrap(), "kept");
+    let remove = |names: &[&str]| {
+        names
+            .iter()
+            .for_each(|name| std::fs::remove_file(dir.path(name)).unwrap())
+    };
+    remove(&["m.ninfer", "m.ninfer.ngram"]);
+
+    for line in [&convert, tiny] {
+        let mut volumes = Vec::new();
+        for left in [false, true] {
+            if left {
+                dir.file("m.ninfer.ngram.tmp", vec![0x5a; 1_000_000]);
+                dir.file("m.ninfer.tmp", vec![0x5a; 1_000_000]);
+            }
+            let run = run(&dir, line);
+            assert_eq!(run.code, 0, "{}", run.stderr);
+            assert_eq!(dir.files(), ["m.ninfer", "m.ninfer.ngram"]);
+            volumes.push(std::fs::read(dir.path("m.ninfer.ngram")).unwrap());
+            remove(&["m.ninfer", "m.ninfer.ngram"]);
+        }
+        assert_eq!(volumes[0], volumes[1], "{line}");
     }
 }

@@ -18,7 +18,7 @@ use std::fs::File;
 use std::io::{BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
-use crate::files::{PendingFile, open_regular};
+use crate::files::{PARTIAL, PendingFile, open_regular};
 use crate::foreign::{FileKind, describe, identify};
 
 pub use error::LlamaBaseError;
@@ -152,7 +152,7 @@ impl Writer {
             path: path.to_owned(),
             source,
         };
-        let mut file = PendingFile::create(path, ".partial").map_err(io)?;
+        let mut file = PendingFile::create(path, PARTIAL).map_err(io)?;
         let mut bytes = MAGIC.to_vec();
         for word in [shape.context, shape.vocabulary, shape.chunks].iter().chain(tokens) {
             bytes.extend(word.to_le_bytes());

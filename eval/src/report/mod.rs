@@ -16,7 +16,7 @@ use crate::aggregate::Aggregate;
 use crate::corpus::{CorpusPlan, StreamPlan};
 use crate::evaluate::{KlResults, ReferenceKind, Results, StreamResult, WindowResult};
 use crate::exact_json;
-use crate::files::PendingFile;
+use crate::files::{PendingFile, TEMPORARY};
 use crate::statistics::{Sums, coverage_note};
 
 pub use check::ReportFault;
@@ -213,7 +213,7 @@ impl Report {
     /// When a figure is not finite or the file cannot be written; nothing is left behind then.
     pub fn write(&self, directory: &Path) -> Result<(), ReportError> {
         let path = directory.join(FILE_NAME);
-        let file = PendingFile::create(&path, ".tmp").map_err(|source| ReportError::Write {
+        let file = PendingFile::create(&path, TEMPORARY).map_err(|source| ReportError::Write {
             path: path.display().to_string(),
             source,
         })?;

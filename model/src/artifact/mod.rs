@@ -18,6 +18,7 @@ mod directory;
 mod error;
 mod json;
 mod parse;
+mod pending;
 mod reader;
 mod volumes;
 mod writer;
@@ -25,6 +26,9 @@ mod writer;
 pub use directory::{Binding, Component, Directory, Encoding, Object, ObjectContent, Part, Proposal, Use, VolumeFile};
 pub use error::{ArtifactError, DirectoryError};
 pub use json::parse_strict;
+pub(crate) use pending::PendingFile;
+#[cfg(test)]
+pub(crate) use pending::publish;
 pub(crate) use reader::ACTIVATION_DIVISOR;
 pub use reader::{Artifact, StoredPart};
 pub use writer::{DEFAULT_VOLUME_LIMIT, ObjectStream, Writer, WriterOptions};

@@ -5,13 +5,13 @@
 //! last, and anything short of that removes what was written.
 
 use super::directory::{Binding, Component, Directory, Object, ObjectContent, Use, VolumeFile};
+use super::pending::{PendingFile, publish};
 use super::{ArtifactError, ENTRY_MAGIC, HEADER_BYTES, PAYLOAD_ALIGNMENT, VOLUME_MAGIC};
 use crate::formats::{self, Format, FormatError, align_up};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions, TryLockError};
 use std::hash::{BuildHasher, RandomState};
-use std::io::{self, Seek, SeekFrom, Write};
+use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 /// Largest file written unless told otherwise, framing included: 32 GB, which common hosts still take.
@@ -175,8 +175,7 @@ impl Writer {
             volumes: Vec::new(),
             written: vec![0; self.directory.objects.len()],
             objects: self.directory.objects,
-            published: 0,
-            finished: false,
+            beside: Vec::new(),
         };
         let mut begin = 0;
         for (index, file) in self.directory.files.iter().enumerate() {
@@ -184,7 +183,7 @@ impl Writer {
                 Some(name) => (path.with_file_name(name), PAYLOAD_ALIGNMENT),
                 None => (path.to_owned(), entry_start),
             };
-            let volume = stream.create(target, begin, file.payload_bytes, start)?;
+            let mut volume = OutputVolume::create(&target, begin, file.payload_bytes, start)?;
             let (magic, number) = match index {
                 0 => (ENTRY_MAGIC, json.len() as u64),
                 _ => (VOLUME_MAGIC, index as u64),
@@ -195,6 +194,7 @@ impl Writer {
                 volume.write_at(HEADER_BYTES, json.as_bytes())?;
             }
             begin += file.payload_bytes;
+            stream.volumes.push(volume);
         }
         Ok(stream)
     }
@@ -280,9 +280,7 @@ fn random_id() -> [u8; 16] {
 /// A file being written.
 #[derive(Debug)]
 struct OutputVolume {
-    target: PathBuf,
-    temporary: PathBuf,
-    file: File,
+    file: PendingFile,
     /// Payload offset of its first payload byte.
     begin: u64,
     bytes: u64,
@@ -291,18 +289,25 @@ struct OutputVolume {
 }
 
 impl OutputVolume {
-    fn io(&self, source: io::Error) -> ArtifactError {
-        ArtifactError::Io {
-            path: self.temporary.clone(),
-            source,
-        }
+    fn create(target: &Path, begin: u64, bytes: u64, start: u64) -> Result<Self, ArtifactError> {
+        let file = PendingFile::create(target)?;
+        let length = start
+            .checked_add(bytes)
+            .ok_or(ArtifactError::Overflow { what: "a file length" })?;
+        file.set_len(length)?;
+        Ok(Self {
+            file,
+            begin,
+            bytes,
+            start,
+        })
     }
 
     fn write_at(&mut self, position: u64, bytes: &[u8]) -> Result<(), ArtifactError> {
         self.file
             .seek(SeekFrom::Start(position))
             .and_then(|_| self.file.write_all(bytes))
-            .map_err(|source| self.io(source))
+            .map_err(|source| self.file.io(source))
     }
 }
 
@@ -312,63 +317,10 @@ pub struct ObjectStream {
     volumes: Vec<OutputVolume>,
     objects: Vec<Object>,
     written: Vec<u64>,
-    published: usize,
-    finished: bool,
+    beside: Vec<PendingFile>,
 }
 
 impl ObjectStream {
-    fn create(
-        &mut self,
-        target: PathBuf,
-        begin: u64,
-        bytes: u64,
-        start: u64,
-    ) -> Result<&mut OutputVolume, ArtifactError> {
-        if target.exists() {
-            return Err(ArtifactError::Exists { path: target });
-        }
-        let mut name = target.file_name().unwrap_or_default().to_owned();
-        // Always the same, so that a rerun takes over what a killed one left.
-        name.push(".tmp");
-        let temporary = target.with_file_name(name);
-        let io = |source| ArtifactError::Io {
-            path: temporary.clone(),
-            source,
-        };
-        let file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&temporary)
-            .map_err(io)?;
-        match file.try_lock() {
-            Err(TryLockError::WouldBlock) => return Err(ArtifactError::Busy { path: target }),
-            // Some network file systems have no locks.
-            Err(TryLockError::Error(error)) if error.kind() != io::ErrorKind::Unsupported => return Err(io(error)),
-            _ => {}
-        }
-        // The run that held the lock may just have given this very file its name.
-        if target.exists() {
-            return Err(ArtifactError::Exists { path: target });
-        }
-        file.set_len(0).map_err(io)?;
-        let at = self.volumes.len();
-        // From here on, dropping the stream removes the file.
-        self.volumes.push(OutputVolume {
-            target,
-            temporary: temporary.clone(),
-            file,
-            begin,
-            bytes,
-            start,
-        });
-        let length = start
-            .checked_add(bytes)
-            .ok_or(ArtifactError::Overflow { what: "a file length" })?;
-        self.volumes[at].file.set_len(length).map_err(io)?;
-        Ok(&mut self.volumes[at])
-    }
-
     /// Appends bytes to an object. Objects may be written in any order and in any number of pieces.
     ///
     /// # Errors
@@ -407,12 +359,17 @@ impl ObjectStream {
         Ok(())
     }
 
+    /// Adds a complete file that belongs to the artifact and gets its name with it, before the entry.
+    pub(crate) fn accompany(&mut self, file: PendingFile) {
+        self.beside.push(file);
+    }
+
     /// Checks that every object is complete, flushes, and gives the files their names, the entry last. Returns the
     /// paths, entry first.
     ///
     /// # Errors
     /// When an object is incomplete, a target name exists by now, or flushing or renaming fails; nothing is left then.
-    pub fn finish(mut self) -> Result<Vec<PathBuf>, ArtifactError> {
+    pub fn finish(self) -> Result<Vec<PathBuf>, ArtifactError> {
         for (object, written) in self.objects.iter().zip(&self.written) {
             if *written != object.bytes {
                 let (written, expected) = (*written, object.bytes);
@@ -423,34 +380,10 @@ impl ObjectStream {
                 });
             }
         }
-        for volume in &self.volumes {
-            volume.file.sync_all().map_err(|source| volume.io(source))?;
-        }
-        for at in (0..self.volumes.len()).rev() {
-            let volume = &self.volumes[at];
-            if volume.target.exists() {
-                return Err(ArtifactError::Exists {
-                    path: volume.target.clone(),
-                });
-            }
-            fs::rename(&volume.temporary, &volume.target).map_err(|source| volume.io(source))?;
-            self.published += 1;
-        }
-        self.finished = true;
-        Ok(self.volumes.iter().map(|volume| volume.target.clone()).collect())
-    }
-}
-
-impl Drop for ObjectStream {
-    fn drop(&mut self) {
-        if self.finished {
-            return;
-        }
-        // The last `published` volumes have their final names already. Nothing can be done about a failure here.
-        let kept = self.volumes.len() - self.published;
-        for (at, volume) in self.volumes.iter().enumerate() {
-            let _ = fs::remove_file(if at < kept { &volume.temporary } else { &volume.target });
-        }
+        let files = self.volumes.into_iter().map(|volume| volume.file);
+        let files: Vec<PendingFile> = files.chain(self.beside).collect();
+        files.iter().try_for_each(PendingFile::sync)?;
+        publish(files)
     }
 }
 

@@ -18,6 +18,7 @@ use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use super::{ConvertError, Parent};
+use crate::artifact::PendingFile;
 use crate::checkpoint::CheckpointSource;
 use crate::config::TextConfig;
 use crate::formats::nvfp4_expert::{self, MatrixWords, Projection, UNIT};
@@ -144,15 +145,15 @@ pub(super) fn table_scale(source: &CheckpointSource, config: &TextConfig) -> Res
     Ok(if scale > 0.0 { scale } else { 1.0 })
 }
 
-/// Writes the n-gram volume.
+/// Writes the n-gram volume of a model that has one; it has no name yet.
 pub(super) fn write_volume(
     source: &CheckpointSource,
     config: &TextConfig,
     path: &Path,
     scale: f32,
-) -> Result<(), ConvertError> {
+) -> Result<Option<PendingFile>, ConvertError> {
     let Some(dims) = &config.flash_next else {
-        return Ok(());
+        return Ok(None);
     };
     let geometry = dims.geometry(config.vocab_size);
     let mut volume = VolumeWriter::create(path, geometry, dims.volume_id.unwrap_or_default())?;
@@ -172,7 +173,7 @@ pub(super) fn write_volume(
             Ok(())
         })?;
     }
-    Ok(volume.finish()?)
+    Ok(Some(volume.complete()?))
 }
 
 /// The table's values, some rows at a time, with the first row's number.

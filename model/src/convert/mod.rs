@@ -143,7 +143,7 @@ pub struct Progress {
 /// What was written.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Summary {
-    /// The entry, then continuation volumes.
+    /// The entry, then continuation volumes, then the n-gram volume.
     pub files: Vec<PathBuf>,
     /// Public model name.
     pub name: String,
@@ -245,18 +245,11 @@ pub fn convert(
         let bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
         stream.append(*object, &bytes)?;
     }
-    let mut volumes = Vec::new();
-    if config.flash_next.is_some() {
-        let path = volume_path(out);
-        flash_next::write_volume(&source, &config, &path, table_scale)?;
-        volumes.push(path);
+    if let Some(volume) = flash_next::write_volume(&source, &config, &volume_path(out), table_scale)? {
+        stream.accompany(volume);
     }
-    let files = stream.finish().inspect_err(|_| {
-        // Nothing is left under the outputs' names; a volume that cannot be removed is reported by the next run.
-        volumes.iter().for_each(|path| drop(std::fs::remove_file(path)));
-    })?;
     Ok(Summary {
-        files: files.into_iter().chain(volumes.clone()).collect(),
+        files: stream.finish()?,
         name,
         recipe: options.recipe.name().into(),
         objects: plan.parents.len(),

@@ -9,9 +9,9 @@ mod volume;
 pub use checkpoint::CheckpointTable;
 pub use hash::{Context, NgramHash, mix64};
 pub use memory::Kept;
-pub use volume::{Access, BLOCK_BYTES, TableOptions, Volume, VolumeError, VolumeGeometry, VolumeWriter};
+pub use volume::{Access, BLOCK_BYTES, TableOptions, Volume, VolumeError, VolumeGeometry};
 
-pub(crate) use volume::decode_row;
+pub(crate) use volume::{VolumeWriter, decode_row};
 
 use crate::experts::CacheStatistics;
 

@@ -25,6 +25,7 @@ use rayon::prelude::*;
 
 use super::NgramTable;
 use super::memory::{Kept, RowMemory, read_profile};
+use crate::artifact::{ArtifactError, PendingFile};
 use crate::experts::CacheStatistics;
 
 /// Bytes of the header and of a block.
@@ -111,7 +112,7 @@ impl VolumeGeometry {
 /// A volume, or another table, that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum VolumeError {
-    /// The file cannot be opened, read or written.
+    /// The file cannot be opened or read.
     #[error("{}: {source}", path.display())]
     Io {
         /// The file.
@@ -119,6 +120,9 @@ pub enum VolumeError {
         /// The system's reason.
         source: io::Error,
     },
+    /// The file cannot be written.
+    #[error(transparent)]
+    Write(#[from] Box<ArtifactError>),
     /// The default volume is not there.
     #[error("{} does not exist: the model looks n-grams up in it; name the volume with --ngram-volume", path.display())]
     Missing {
@@ -498,15 +502,12 @@ fn shown(field: &str, bytes: &[u8]) -> String {
     value.to_string()
 }
 
-/// Writes a volume row by row, under a temporary name until it is complete.
+/// Writes a volume row by row, under a temporary name until it is published.
 #[derive(Debug)]
-pub struct VolumeWriter {
-    file: BufWriter<File>,
-    path: PathBuf,
-    temporary: PathBuf,
+pub(crate) struct VolumeWriter {
+    file: BufWriter<PendingFile>,
     geometry: VolumeGeometry,
     written: u64,
-    finished: bool,
 }
 
 impl VolumeWriter {
@@ -514,25 +515,11 @@ impl VolumeWriter {
     ///
     /// # Errors
     /// When the file cannot be created; an existing `path` is never overwritten.
-    pub fn create(path: &Path, geometry: VolumeGeometry, id: [u8; 16]) -> Result<Self, VolumeError> {
-        let failed = |source| VolumeError::Io {
-            path: path.into(),
-            source,
-        };
-        if path.exists() {
-            return Err(failed(io::ErrorKind::AlreadyExists.into()));
-        }
-        let mut temporary = path.as_os_str().to_owned();
-        temporary.push(format!(".{}.tmp", std::process::id()));
-        let temporary = PathBuf::from(temporary);
-        let file = File::create_new(&temporary).map_err(failed)?;
+    pub(crate) fn create(path: &Path, geometry: VolumeGeometry, id: [u8; 16]) -> Result<Self, VolumeError> {
         let mut writer = Self {
-            file: BufWriter::new(file),
-            path: path.into(),
-            temporary,
+            file: BufWriter::new(PendingFile::create(path).map_err(Box::new)?),
             geometry,
             written: 0,
-            finished: false,
         };
         writer.put(&geometry.header(id))?;
         Ok(writer)
@@ -542,7 +529,7 @@ impl VolumeWriter {
     ///
     /// # Errors
     /// When it cannot be written, or all rows are there.
-    pub fn append(&mut self, codes: &[u8]) -> Result<(), VolumeError> {
+    pub(crate) fn append(&mut self, codes: &[u8]) -> Result<(), VolumeError> {
         debug_assert_eq!(codes.len(), self.geometry.row_bytes);
         if self.written == self.geometry.rows {
             let (row, rows) = (self.written, self.geometry.rows);
@@ -558,20 +545,19 @@ impl VolumeWriter {
         Ok(())
     }
 
-    /// Gives the complete file its name.
+    /// The whole file, on the disk and without its name yet.
     ///
     /// # Errors
-    /// When a row is missing, or the file cannot be written or renamed.
-    pub fn finish(mut self) -> Result<(), VolumeError> {
+    /// When a row is missing, or the file cannot be written.
+    pub(crate) fn complete(mut self) -> Result<PendingFile, VolumeError> {
         if self.written != self.geometry.rows {
             let (row, rows) = (self.written, self.geometry.rows);
             return Err(VolumeError::Row { row, rows });
         }
-        let done = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
-        done.and_then(|()| std::fs::rename(&self.temporary, &self.path))
-            .map_err(|source| self.failed(source))?;
-        self.finished = true;
-        Ok(())
+        self.file.flush().map_err(|source| self.failed(source))?;
+        let (file, _) = self.file.into_parts();
+        file.sync().map_err(Box::new)?;
+        Ok(file)
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<(), VolumeError> {
@@ -579,18 +565,6 @@ impl VolumeWriter {
     }
 
     fn failed(&self, source: io::Error) -> VolumeError {
-        VolumeError::Io {
-            path: self.path.clone(),
-            source,
-        }
-    }
-}
-
-impl Drop for VolumeWriter {
-    fn drop(&mut self) {
-        if !self.finished {
-            // Nothing half-written stays; what cannot be removed has a name that no reader looks for.
-            let _ = std::fs::remove_file(&self.temporary);
-        }
+        VolumeError::Write(Box::new(self.file.get_ref().io(source)))
     }
 }

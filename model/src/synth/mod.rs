@@ -8,13 +8,13 @@
 //! together, so it is made smaller unless told otherwise; every head then has fewer rows, and nothing else changes.
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::artifact::{Writer, WriterOptions};
+use crate::artifact::{PendingFile, Writer, WriterOptions};
 use crate::checkpoint::QuantizedWeight;
 use crate::config::TextConfig;
 use crate::convert::{self, ConvertError, Encoding, Parent, Plan, Progress, Recipe, Summary};
@@ -284,13 +284,11 @@ pub fn synth(
         let bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
         stream.append(*object, &bytes)?;
     }
-    let volume = write_volume(&config, &volume_path(out), mix(options.seed))?;
-    let files = stream.finish().inspect_err(|_| {
-        // Nothing is left under the outputs' names; a volume that cannot be removed is reported by the next run.
-        volume.iter().for_each(|path| drop(std::fs::remove_file(path)));
-    })?;
+    if let Some(volume) = write_volume(&config, &volume_path(out), mix(options.seed))? {
+        stream.accompany(volume);
+    }
     Ok(Summary {
-        files: files.into_iter().chain(volume.clone()).collect(),
+        files: stream.finish()?,
         name,
         recipe: options.recipe.name().into(),
         objects: plan.parents.len(),
@@ -322,8 +320,8 @@ fn small(parent: &Parent, parameter: &Parameter, seed: u64) -> Result<Vec<u8>, C
     Ok(formats::encode(format, method, &parent.shape, &values)?)
 }
 
-/// Writes the n-gram volume of a model that has one, and returns its path.
-fn write_volume(config: &TextConfig, path: &Path, seed: u64) -> Result<Option<PathBuf>, ConvertError> {
+/// Writes the n-gram volume of a model that has one; it has no name yet.
+fn write_volume(config: &TextConfig, path: &Path, seed: u64) -> Result<Option<PendingFile>, ConvertError> {
     let Some(dims) = &config.flash_next else {
         return Ok(None);
     };
@@ -346,8 +344,7 @@ fn write_volume(config: &TextConfig, path: &Path, seed: u64) -> Result<Option<Pa
             });
         codes.chunks_exact(width).try_for_each(|row| volume.append(row))?;
     }
-    volume.finish()?;
-    Ok(Some(path.to_owned()))
+    Ok(Some(volume.complete()?))
 }
 
 /// The first half of the SHA-256 of what decides the bytes.
@@ -363,6 +360,7 @@ fn first_half_of_sha256(of: &Value) -> [u8; 16] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::artifact::publish;
     use crate::flash_next_tiny;
     use crate::ngram::{Access, NgramTable, Volume};
 
@@ -374,7 +372,9 @@ mod tests {
         let geometry = dims.geometry(96);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("drawn.ngram");
-        assert_eq!(write_volume(&config, &path, 3).unwrap(), Some(path.clone()));
+        let volume = write_volume(&config, &path, 3).unwrap().unwrap();
+        assert!(!path.exists(), "it has no name before the artifact is complete");
+        publish(vec![volume]).unwrap();
         let volume = Volume::open(&path, geometry, [7; 16], TABLE_SCALE, &Access::Mapped.into()).unwrap();
         let rows: Vec<u64> = (0..geometry.rows).collect();
         let mut values = vec![0.0; rows.len() * geometry.row_bytes];
@@ -389,17 +389,10 @@ mod tests {
         sorted.sort();
         sorted.dedup();
         assert_eq!(sorted.len() as u64, geometry.rows, "no two rows are equal");
-        assert_eq!(
-            write_volume(
-                &TextConfig {
-                    flash_next: None,
-                    ..config
-                },
-                &path,
-                3
-            )
-            .unwrap(),
-            None
-        );
+        let without = TextConfig {
+            flash_next: None,
+            ..config
+        };
+        assert!(write_volume(&without, &path, 3).unwrap().is_none());
     }
 }
