@@ -2,12 +2,12 @@
 //! Qwen3.8-Flash-Next; its other operations are the family's.
 
 use burn::tensor::{Tensor, TensorData, backend::Backend};
-use rayon::prelude::*;
 
 use crate::backend::{BlockSelection, EvaluatorBackend, Routing};
 use crate::evaluation::{Arithmetic, Evaluation};
 use crate::host::gemm64::product;
 use crate::ops::{gated_rms_norm, mixture_of_experts, offset_rms_norm, sparse_attention};
+use crate::precise::routing;
 use crate::precision::Precision;
 
 impl Evaluation {
@@ -16,19 +16,10 @@ impl Evaluation {
         let Arithmetic::Precise(steps) = self.arithmetic else {
             return B::route_experts(x, router, top_k);
         };
-        let ([batch, tokens, _], device) = (x.dims(), x.device());
-        let router = B::panels(router);
-        let mut logits = product(&values(x), &router);
-        logits.iter_mut().for_each(|logit| *logit = steps.bf16(*logit));
-        let rows = logits.par_chunks_exact(router.shape()[0]);
-        let (experts, weights): (Vec<_>, Vec<_>) = rows
-            .map(|logits| mixture_of_experts::precise::choose(logits, top_k, steps))
-            .unzip();
-        let shape = [batch * tokens, top_k];
-        Routing {
-            experts: Tensor::from_data(TensorData::new(experts.concat(), shape), &device),
-            weights: tensor(weights.concat(), shape, &device),
-        }
+        let (device, router) = (x.device(), B::panels(router));
+        let logits = product(&values(x), &router);
+        let (experts, weights) = mixture_of_experts::precise::route(logits, router.shape()[0], top_k, steps);
+        routing(experts, weights, top_k, &device)
     }
 
     /// RMS norm with weight `1 + w` of each of several streams by itself, `x` `[batch, tokens, S * width]` and `weight`

@@ -22,7 +22,7 @@ use crate::backend::{DeltaHeads, HeadRequest, HeadScores, RotaryTable, Routing};
 use crate::cube::{empty, primitive, storage, tensor};
 use crate::cube_backend::{CubeWeight, HEAD_TILE_ELEMENTS, push, read};
 use crate::evaluation::Steps;
-use crate::ops::mixture_of_experts::{Mixture, precise::choose};
+use crate::ops::mixture_of_experts::{Mixture, precise::route};
 use crate::ops::{delta_gates::SOFTPLUS_IDENTITY, gated_delta_rule::L2_EPSILON, round, score_head};
 use crate::precise::{Host, Precise, ROW_TILE, Rounding, SCORE_ELEMENTS, routing};
 use crate::precision::Precision;
@@ -217,14 +217,7 @@ impl<BT: BoolElement> Precise<Cuda<BT>> for Card {
             let count = ROW_TILE.min(rows - first_row);
             let x = widen(&x, first_row, count, width);
             let logits: Vec<f64> = read(self.product(&x, &whole(&weights.router)));
-            let (ids, shares): (Vec<_>, Vec<_>) = logits
-                .chunks_exact(experts)
-                .map(|logits| {
-                    let logits: Vec<f64> = logits.iter().map(|&logit| how.steps.bf16(logit)).collect();
-                    choose(&logits, top_k, how.steps)
-                })
-                .unzip();
-            let (ids, shares) = (ids.concat(), shares.concat());
+            let (ids, shares) = route(logits, experts, top_k, how.steps);
             let mut chosen = vec![vec![]; experts];
             for (choice, &id) in ids.iter().enumerate() {
                 chosen[id as usize].push(choice as u32);

@@ -27,13 +27,7 @@ pub fn mixture<B: EvaluatorBackend>(
 ) -> (Vec<i32>, Vec<f32>) {
     let router = B::panels(&weights.router);
     let ([experts, width], top_k) = (router.shape(), weights.top_k);
-    let mut logits = product(x, &router);
-    logits.iter_mut().for_each(|logit| *logit = steps.bf16(*logit));
-    let (ids, shares): (Vec<_>, Vec<_>) = logits
-        .par_chunks_exact(experts)
-        .map(|logits| choose(logits, top_k, steps))
-        .unzip();
-    let (ids, shares) = (ids.concat(), shares.concat());
+    let (ids, shares) = route(product(x, &router), experts, top_k, steps);
 
     let mut sum = vec![0.0; x.len()];
     for (id, expert) in weights.experts.iter().enumerate() {
@@ -79,8 +73,18 @@ pub fn mixture<B: EvaluatorBackend>(
     (ids, shares)
 }
 
+/// The experts of every row and their weights, `[rows, top_k]`, from router logits `[rows, experts]` not yet rounded.
+pub(crate) fn route(mut logits: Vec<f64>, experts: usize, top_k: usize, steps: Steps) -> (Vec<i32>, Vec<f32>) {
+    logits.iter_mut().for_each(|logit| *logit = steps.bf16(*logit));
+    let (ids, shares): (Vec<_>, Vec<_>) = logits
+        .par_chunks_exact(experts)
+        .map(|logits| choose(logits, top_k, steps))
+        .unzip();
+    (ids.concat(), shares.concat())
+}
+
 /// The `top_k` largest logits, the lower id first of equal ones, and their renormalised probabilities.
-pub(crate) fn choose(logits: &[f64], top_k: usize, steps: Steps) -> (Vec<i32>, Vec<f32>) {
+fn choose(logits: &[f64], top_k: usize, steps: Steps) -> (Vec<i32>, Vec<f32>) {
     let mut order: Vec<usize> = (0..logits.len()).collect();
     // What is not a number comes first, so that it is chosen and shows.
     order.sort_by(|&a, &b| {
