@@ -8,17 +8,8 @@
 # Tables go to standard output in Markdown; docs/performance.md keeps the ones worth keeping.
 set -eu
 cd "$(dirname "$0")/.."
+. scripts/device_common.sh
 program=target-device/burn-perplexity
-
-unpack() {
-    LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}:$(python3 -c 'import nvidia, os
-print(":".join(os.path.join(p, d, "lib") for p in nvidia.__path__ for d in os.listdir(p)))' 2>/dev/null || true)"
-    export LD_LIBRARY_PATH
-    [ -x "$program" ] && [ "$program" -nt "$program.xz" ] && return
-    python3 -c 'import lzma, shutil, sys
-shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "$program.xz" "$program"
-    chmod +x "$program"
-}
 
 # figure REPORT KEY: a number of a report by its path.
 figure() {
@@ -30,15 +21,13 @@ print(value)' "$1" "$2"
 
 case "${1:-} ${2:-}" in
 "build "*)
-    mkdir -p target-device
-    binary=$(cargo build --locked --features "${FEATURES:-cuda}" --message-format=json |
-        sed -n 's/.*"executable":"\([^"]*burn-perplexity\)".*/\1/p' | tail -n 1)
-    strip -o "$program" "$binary"
-    xz -1 -k -f -T0 "$program"
-    ls -l "$program.xz"
+    # As a workspace, as the tests are built.
+    cargo test --locked --workspace --features "${FEATURES:-burn-perplexity/cuda}" --no-run --test program
+    pack "${CARGO_TARGET_DIR:-target}/debug/burn-perplexity" "$program"
     ;;
 "run demo")
-    unpack
+    libraries
+    unpack "$program"
     work=$(mktemp -d)
     "$program" --device flex --log-level warning --save-top-tokens "$work/cpu.bin" --output "$work/cpu" > /dev/null
     echo "CPU, bf16: $(figure "$work/cpu" overall.perplexity)"
@@ -68,11 +57,9 @@ TABLE
     ;;
 "run --")
     shift 2
-    unpack
+    libraries
+    unpack "$program"
     exec "$program" "$@"
     ;;
-*)
-    sed -n '2,8p' "$0"
-    exit 2
-    ;;
+*) usage "$0" ;;
 esac

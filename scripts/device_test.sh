@@ -8,47 +8,33 @@
 # codecs), precise_device (the operations in f64 against the host's), forward_device (the model against Hugging Face and the CPU).
 set -eu
 cd "$(dirname "$0")/.."
+. scripts/device_common.sh
 FEATURES=${FEATURES:-burn-perplexity/cuda}
 export DEVICE_TESTS=cuda
 action=${1:-}
 [ $# -eq 0 ] || shift
 [ $# -gt 0 ] || set -- cube_kernels coded_rows kv_device precise_device forward_device
 for name in "$@"; do
-    case "$action $name" in
-    *" cube_kernels" | *" coded_rows" | *" precise_device") tests=cuda:: ;;
-    *" kv_device") tests=cuda ;;
-    *" forward_device") tests= ;;
-    *)
-        sed -n '2,8p' "$0"
-        exit 2
-        ;;
+    case "$name" in
+    cube_kernels | coded_rows | precise_device) tests=cuda:: ;;
+    kv_device) tests=cuda ;;
+    forward_device) tests= ;;
+    *) usage "$0" ;;
     esac
     case "$action" in
     build)
-        mkdir -p target-device
         # As a workspace, so that every dependency is compiled once for all tests.
         binary=$(cargo test --locked --workspace --features "$FEATURES" \
             --test "$name" --no-run --message-format=json | sed -n "s/.*\"executable\":\"\([^\"]*$name[^\"]*\)\".*/\1/p" | tail -n 1)
-        strip -o "target-device/$name" "$binary"
-        xz -1 -f -T0 "target-device/$name"
-        ls -l "target-device/$name.xz"
+        pack "$binary" "target-device/$name"
         ;;
     run)
-        LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}:$(python3 -c 'import nvidia, os
-print(":".join(os.path.join(p, d, "lib") for p in nvidia.__path__ for d in os.listdir(p)))' 2>/dev/null || true)"
-        export LD_LIBRARY_PATH
-        binary=$(mktemp)
-        python3 -c 'import lzma, shutil, sys
-shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "target-device/$name.xz" "$binary"
-        chmod +x "$binary"
+        libraries
+        unpack "target-device/$name"
         # Where the tests find tests/data, as cargo would set it.
-        CARGO_MANIFEST_DIR=$PWD/model "$binary" $tests --test-threads=1 --nocapture || status=$?
-        rm -f "$binary"
+        CARGO_MANIFEST_DIR=$PWD/model "target-device/$name" $tests --test-threads=1 --nocapture || status=$?
         ;;
-    *)
-        sed -n '2,8p' "$0"
-        exit 2
-        ;;
+    *) usage "$0" ;;
     esac
 done
 exit "${status:-0}"

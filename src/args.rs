@@ -434,6 +434,12 @@ pub(crate) struct BenchArgs {
     /// Numerical route, as of a scoring run
     #[arg(long, value_name = "ROUTE", default_value = "normal")]
     pub(crate) route: String,
+    /// Score with 16-bit activations in every projection, whatever the model permits
+    #[arg(long)]
+    pub(crate) a16_activations: bool,
+    /// Memory of the card that scoring may take, such as 40GiB [default: what is free on it]
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) memory_budget: Option<String>,
     /// Timed runs of each measurement, after one that is not timed; the median counts
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub(crate) runs: u32,

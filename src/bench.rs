@@ -7,6 +7,7 @@ use perplexity_eval::humanize::count;
 use perplexity_model::backends;
 use perplexity_model::bench::{Operations, PassShape};
 use perplexity_model::config::TextConfig;
+use perplexity_model::layers::loader::LoadOptions;
 use perplexity_model::route::Route;
 use perplexity_model::scorer::{Ask, Scorer, ScorerOptions, Window};
 use perplexity_model::source::{self, TextSource};
@@ -16,7 +17,9 @@ use serde::Serialize;
 use crate::args::{BenchArgs, KvArgs};
 use crate::kv::KvCache;
 use crate::log::Log;
+use crate::memory::{self, CardPlan, Load};
 use crate::options::{Device, UsageError, device, threads};
+use crate::precision::Narrowing;
 use crate::prefill::Prefill;
 use crate::route;
 use crate::score::load_scorer;
@@ -30,6 +33,8 @@ struct Options {
     contexts: Vec<usize>,
     batches: Vec<usize>,
     caches: Vec<KvCache>,
+    narrowing: Narrowing,
+    memory_budget: Option<u64>,
     runs: usize,
 }
 
@@ -40,6 +45,8 @@ struct Measured {
     device: String,
     route: &'static str,
     threads: usize,
+    /// How scoring narrows its inputs.
+    activations: String,
     /// The measured pass.
     pass: Pass,
     #[serde(flatten)]
@@ -60,6 +67,9 @@ struct Speed {
     context: usize,
     batch: usize,
     kv_dtype: String,
+    /// Form of the weights on a card.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    weight_residency: Option<&'static str>,
     /// Median of all runs.
     seconds: f64,
     prefilled_tokens_per_second: f64,
@@ -76,21 +86,29 @@ pub(crate) fn run(args: &BenchArgs, log: &Log) -> Result<Vec<u8>, Failure> {
     let pass = options.pass(source.config());
     log.info(format_args!("measuring operations on {}", options.device));
     let operations = measure(&options, source.as_ref(), pass)?;
+    let load = options
+        .narrowing
+        .load_options(source.as_ref())
+        .map_err(Failure::failed)?;
+    log.info(format_args!("activations | {}", Narrowing::described(&load)));
     let mut speeds = Vec::new();
     for cache in &options.caches {
-        log.info(format_args!("loading weights | kv {}", cache.recorded()));
-        let scorer_options = ScorerOptions {
-            route: options.route,
-            kv: cache.codec().cloned(),
-            prefill_chunk: options.prefill.effective(cache, source.config()),
-            batch: options.batches.iter().copied().max().unwrap_or(1),
-            ..ScorerOptions::new(tokenizer.public_tokens())
-        };
-        let mut scorer = load_scorer(source.as_ref(), &scorer_options, options.device)?;
+        let (mut scorer, form) = options.load(source.as_ref(), cache, load.clone(), tokenizer.public_tokens(), log)?;
         for &context in &options.contexts {
             for &batch in &options.batches {
                 log.info(format_args!("scoring {batch} x {} tokens", count(context as u64)));
-                speeds.push(speed(scorer.as_mut(), context, batch, cache.recorded(), options.runs)?);
+                let seconds = seconds(scorer.as_mut(), context, batch, options.runs)?;
+                let fed = batch * (context - 1);
+                let scored = batch * (context - first_target(context));
+                speeds.push(Speed {
+                    context,
+                    batch,
+                    kv_dtype: cache.recorded(),
+                    weight_residency: form,
+                    seconds,
+                    prefilled_tokens_per_second: fed as f64 / seconds,
+                    scored_tokens_per_second: scored as f64 / seconds,
+                });
             }
         }
     }
@@ -99,6 +117,7 @@ pub(crate) fn run(args: &BenchArgs, log: &Log) -> Result<Vec<u8>, Failure> {
         device: options.device.to_string(),
         route: options.route.name(),
         threads: rayon::current_num_threads(),
+        activations: Narrowing::described(&load),
         pass: Pass {
             windows: pass.batch,
             tokens: pass.tokens,
@@ -152,6 +171,8 @@ impl Options {
             contexts: at_least("--context", 2, &args.context)?,
             batches: at_least("--batch", 1, &args.batch)?,
             caches,
+            narrowing: Narrowing::of_activations(args.a16_activations, route.narrows_activations()),
+            memory_budget: memory::budget(args.memory_budget.as_deref(), device)?,
             runs: at_least("--runs", 1, &[args.runs])?[0],
         })
     }
@@ -172,6 +193,44 @@ impl Options {
             .iter()
             .try_for_each(|cache| cache.check(config))
             .map_err(UsageError::Kv)
+    }
+
+    /// The model as a scoring run with `cache` would load it, and the form of its weights on a card.
+    fn load(
+        &self,
+        source: &dyn TextSource,
+        cache: &KvCache,
+        mut load: LoadOptions,
+        public_tokens: usize,
+        log: &Log,
+    ) -> Result<(Box<dyn Scorer>, Option<&'static str>), Failure> {
+        let most = |values: &[usize]| values.iter().copied().max().unwrap_or(1);
+        let card = Load {
+            device: self.device,
+            route: self.route,
+            kv: cache,
+            prefill: self.prefill,
+            activations: &load.activations,
+            tokens: most(&self.contexts) - 1,
+            batch: Some(most(&self.batches)),
+            budget: self.memory_budget,
+        };
+        let card = CardPlan::make(&card, source)?;
+        if let Some(card) = &card {
+            log.info(card.line());
+            load.residency = card.plan.residency;
+        }
+        log.info(format_args!("loading weights | kv {}", cache.recorded()));
+        let options = ScorerOptions {
+            route: self.route,
+            kv: cache.codec().cloned(),
+            load,
+            prefill_chunk: self.prefill.effective(cache, source.config()),
+            batch: most(&self.batches),
+            ..ScorerOptions::new(public_tokens)
+        };
+        let scorer = load_scorer(source, &options, self.device)?;
+        Ok((scorer, card.as_ref().map(CardPlan::form)))
     }
 
     /// The last pass of the first context, batch and format: its attention sees the most keys.
@@ -203,22 +262,20 @@ fn measure(options: &Options, source: &dyn TextSource, pass: PassShape) -> Resul
     measured.map_err(Failure::failed)
 }
 
-/// Scores `batch` windows of pseudo-random tokens.
-fn speed(
-    scorer: &mut dyn Scorer,
-    context: usize,
-    batch: usize,
-    kv_dtype: String,
-    runs: usize,
-) -> Result<Speed, Failure> {
+/// The first scored token of a window: its second half is.
+fn first_target(context: usize) -> usize {
+    (context / 2).max(1)
+}
+
+/// Median seconds of scoring `batch` windows of pseudo-random tokens, after one run that is not timed.
+fn seconds(scorer: &mut dyn Scorer, context: usize, batch: usize, runs: usize) -> Result<f64, Failure> {
     let public = scorer.public_tokens();
-    let first_target = (context / 2).max(1);
     let windows: Vec<Window> = (0..batch)
         .map(|seed| Window {
             tokens: (0..context)
                 .map(|at| ((at * 2_654_435_761 + seed * 97) % public) as u32)
                 .collect(),
-            first_target,
+            first_target: first_target(context),
         })
         .collect();
     let mut once = || -> Result<f64, Failure> {
@@ -229,15 +286,7 @@ fn speed(
     once()?;
     let mut seconds = (0..runs).map(|_| once()).collect::<Result<Vec<_>, _>>()?;
     seconds.sort_by(f64::total_cmp);
-    let seconds = seconds[runs / 2];
-    Ok(Speed {
-        context,
-        batch,
-        kv_dtype,
-        seconds,
-        prefilled_tokens_per_second: (batch * (context - 1)) as f64 / seconds,
-        scored_tokens_per_second: (batch * (context - first_target)) as f64 / seconds,
-    })
+    Ok(seconds[runs / 2])
 }
 
 impl Measured {
@@ -268,7 +317,7 @@ impl Measured {
         )?;
         writeln!(
             text,
-            "Operations of a pass of {windows} x {} tokens after {}, alone, median\n",
+            "Operations of a pass of {windows} x {} tokens after {}, alone, 16-bit activations, median\n",
             count(tokens as u64),
             count(tokens_before as u64)
         )?;
@@ -308,8 +357,8 @@ impl Measured {
         writeln!(text, "{:<30} {:>5} {:>9} {:>9.2}\n", "all", "", "", all * 1e3)?;
         writeln!(
             text,
-            "Scoring, second half of each window\n\n{:>8} {:>6} {:<20} {:>10} {:>12} {:>10}",
-            "context", "batch", "kv", "seconds", "prefilled/s", "scored/s"
+            "Scoring, second half of each window, activations of {}\n\n{:>8} {:>6} {:<20} {:>10} {:>12} {:>10}",
+            self.activations, "context", "batch", "kv", "seconds", "prefilled/s", "scored/s"
         )?;
         for speed in &self.speeds {
             writeln!(

@@ -11,7 +11,9 @@ use perplexity_model::route::Route;
 use perplexity_model::source::TextSource;
 
 use crate::Failure;
+use crate::kv::KvCache;
 use crate::options::{Device, ScoreOptions, UsageError};
+use crate::prefill::Prefill;
 
 /// Tokens of a batch beyond which a card's products are no faster.
 const FULL_SPEED_TOKENS: usize = 16_384;
@@ -95,45 +97,58 @@ pub(crate) struct CardPlan {
     eight_bit: bool,
 }
 
+/// What is to run on a card.
+#[derive(Debug)]
+pub(crate) struct Load<'a> {
+    pub(crate) device: Device,
+    pub(crate) route: Route,
+    pub(crate) kv: &'a KvCache,
+    pub(crate) prefill: Prefill,
+    /// Inputs that are narrowed.
+    pub(crate) activations: &'a Activations,
+    /// What the longest window feeds.
+    pub(crate) tokens: usize,
+    /// Windows per batch; as many as are worth it and fit unless given.
+    pub(crate) batch: Option<usize>,
+    pub(crate) budget: Option<u64>,
+}
+
 impl CardPlan {
-    /// `None` on a CPU, and for Qwen3.8-Flash-Next, whose experts need not be on the card. `tokens` is what the longest
-    /// window feeds, `activations` are the inputs that are narrowed.
+    /// `None` on a CPU, and for Qwen3.8-Flash-Next, whose experts need not be on the card.
     ///
     /// # Errors
     /// When the card cannot be used, or one window does not fit.
-    pub(crate) fn make(
-        options: &ScoreOptions,
-        source: &dyn TextSource,
-        tokens: usize,
-        activations: &Activations,
-    ) -> Result<Option<Self>, Failure> {
+    pub(crate) fn make(load: &Load<'_>, source: &dyn TextSource) -> Result<Option<Self>, Failure> {
+        let &Load {
+            device, route, tokens, ..
+        } = load;
         if source.config().flash_next.is_some() {
-            return match options.memory_budget {
+            return match load.budget {
                 Some(_) => Err(UsageError::from(MemoryError::NoPlan).into()),
                 None => Ok(None),
             };
         }
-        let Some((facts, storage)) = look_at(options.device)? else {
+        let Some((facts, storage)) = look_at(device)? else {
             return Ok(None);
         };
         let windows = WindowShape {
             tokens,
-            prefill_chunk: options.prefill.effective(&options.kv, source.config()),
+            prefill_chunk: load.prefill.effective(load.kv, source.config()),
         };
-        let (route, kv) = (options.numerics.route, options.kv.codec());
-        let needs = Needs::of(source, route, storage, windows, activations, kv).map_err(Failure::failed)?;
-        let budget = options.memory_budget.or(facts.free_bytes);
-        let batch = match options.batch {
-            Some(n) => Batch::Exactly(n.get()),
+        let kv = load.kv.codec();
+        let needs = Needs::of(source, route, storage, windows, load.activations, kv).map_err(Failure::failed)?;
+        let budget = load.budget.or(facts.free_bytes);
+        let batch = match load.batch {
+            Some(n) => Batch::Exactly(n),
             None => Batch::UpTo(FULL_SPEED_TOKENS / tokens.min(windows.prefill_chunk).max(1)),
         };
         let refused = |shortfall| MemoryError::Shortfall {
             shortfall,
             tokens,
-            device: options.device,
+            device,
         };
         let plan = needs.plan(budget, batch).map_err(refused).map_err(UsageError::from)?;
-        let eight_bit = facts.multiplies_fp8 && activations.inputs().contains_key("fp8");
+        let eight_bit = facts.multiplies_fp8 && load.activations.inputs().contains_key("fp8");
         Ok(Some(Self {
             plan,
             facts,
@@ -181,7 +196,8 @@ impl CardPlan {
         }
     }
 
-    fn form(&self) -> &'static str {
+    /// Form of the weights.
+    pub(crate) fn form(&self) -> &'static str {
         match self.plan.residency {
             Residency::Dense => "expanded",
             Residency::Packed | Residency::EightBit => "packed",

@@ -46,6 +46,21 @@ impl Narrowing {
         }
     }
 
+    /// Weights as stored, activations as the model permits or all of 16 bits; `narrow` as for [`Self::resolve`].
+    pub(crate) fn of_activations(a16_activations: bool, narrow: bool) -> Self {
+        Self {
+            output_head: None,
+            embedding: None,
+            gdn_state_fp16: false,
+            mlp_a8_decode: false,
+            activations: (narrow && !a16_activations).then_some(Permitted {
+                integer: true,
+                rounding: Nvfp4Rounding::Engine,
+            }),
+            a16_activations,
+        }
+    }
+
     /// Refuses what the model at hand does not take.
     ///
     /// # Errors
@@ -108,17 +123,17 @@ impl Narrowing {
         settings.mlp_a8_decode = self.mlp_a8_decode;
     }
 
-    /// `activations | fp8 at 10 inputs, nvfp4 at 6, 16 bits at the others`
-    pub(crate) fn line(load: &LoadOptions) -> String {
+    /// `16 bits`, or `fp8 at 10 inputs, nvfp4 at 6 inputs, 16 bits at the others`
+    pub(crate) fn described(load: &LoadOptions) -> String {
         let inputs = load.activations.inputs();
         if inputs.is_empty() {
-            return "activations | 16 bits".into();
+            return "16 bits".into();
         }
         let counts: Vec<String> = inputs
             .iter()
             .map(|(format, inputs)| format!("{format} at {} inputs", inputs.len()))
             .collect();
-        format!("activations | {}, 16 bits at the others", counts.join(", "))
+        format!("{}, 16 bits at the others", counts.join(", "))
     }
 
     /// What was typed without effect.

@@ -31,7 +31,7 @@ use sha2::{Digest, Sha256};
 use crate::Failure;
 use crate::flash_next;
 use crate::log::Log;
-use crate::memory::CardPlan;
+use crate::memory::{CardPlan, Load};
 use crate::options::{Device, Input, ScoreOptions, UsageError};
 use crate::precision::Narrowing;
 
@@ -99,7 +99,17 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         .precision
         .load_options(source.as_ref())
         .map_err(Failure::failed)?;
-    let card = CardPlan::make(options, source.as_ref(), longest, &load_options.activations)?;
+    let card = Load {
+        device: options.device,
+        route: options.numerics.route,
+        kv: &options.kv,
+        prefill: options.prefill,
+        activations: &load_options.activations,
+        tokens: longest,
+        batch: options.batch.map(usize::from),
+        budget: options.memory_budget,
+    };
+    let card = CardPlan::make(&card, source.as_ref())?;
     if let Some(card) = &card {
         log.info(card.line());
     }
@@ -112,7 +122,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         ..options.evaluation.clone()
     };
     let artifact = artifact(options, source.as_ref(), &model, &signature)?;
-    log.info(Narrowing::line(&load_options));
+    log.info(format_args!("activations | {}", Narrowing::described(&load_options)));
     let mut settings = settings(options, source.config(), extension, longest);
     options.precision.record(&mut settings, &load_options);
     options

@@ -20,7 +20,6 @@ pub mod numeric;
 pub mod ops;
 pub mod precise;
 pub mod precision;
-pub mod timing;
 
 pub use backend::EvaluatorBackend;
 pub use evaluation::Evaluation;

@@ -685,8 +685,9 @@ fn fp8_weight<B: EvaluatorBackend>(outputs: usize, width: usize) -> (B::Weight, 
     (weight, values)
 }
 
-/// Products of narrowed rows against the same product of the rows' own values, up to the order of the sum. That of the rows
-/// as they are differs by more than three tolerances, so it does not pass for either.
+/// Products of narrowed rows against the same product of the rows' own values, up to the order of the sum, or where the width
+/// has no product of codes to the rounding of both operands to bfloat16. That of the rows as they are differs by more than
+/// three tolerances, so it does not pass for either.
 fn narrowed_products<B: EvaluatorBackend>() {
     let nvfp4 = |rounding| ActivationFormat::Nvfp4 {
         divisor: 1300.0,
@@ -698,7 +699,12 @@ fn narrowed_products<B: EvaluatorBackend>() {
         nvfp4(Nvfp4Rounding::ModelOpt),
     ];
     // Width 100 has no 8-bit product on a card and no whole group of 16.
-    for (rows, width, outputs) in [(1, 64, 32), (65, 192, 48), (129, 100, 48), (300, 5120, 256)] {
+    for (rows, width, outputs, tolerance) in [
+        (1, 64, 32, 1.5e-3),
+        (65, 192, 48, 1.5e-3),
+        (129, 100, 48, 4e-3),
+        (300, 5120, 256, 1.5e-3),
+    ] {
         let (fp8, fp8_values) = fp8_weight::<B>(outputs, width);
         let plain_values = random(37, outputs * width, 0.1);
         let plain = weight::<B>(&plain_values, [outputs, width]);
@@ -736,9 +742,9 @@ fn narrowed_products<B: EvaluatorBackend>() {
                 (apart / pairs().map(|(e, _)| e * e).sum::<f32>()).sqrt()
             };
             println!("{what}: {:.2e} from the reference", distance(&actual));
-            assert_close(&what, &actual, &expected, 1.5e-3);
+            assert_close(&what, &actual, &expected, tolerance);
             assert!(
-                distance(&product(&x)) > 4.5e-3,
+                f64::from(distance(&product(&x))) > 3.0 * tolerance,
                 "{what}: too close to that of the rows as they are"
             );
             let expected = swiglu::reference::<Reference>(on(&narrowed, shape), on_reference(), on_reference(), Bf16);

@@ -61,6 +61,7 @@ fn operations_and_speeds_are_reported() {
             "{name}"
         );
     }
+    assert_eq!(json["activations"], "16 bits");
     let speeds = json["speeds"].as_array().unwrap();
     let runs: Vec<_> = speeds
         .iter()
@@ -115,6 +116,10 @@ fn a_table_is_the_default_and_impossible_shapes_are_refused() {
         ("--kv-dtype int7", "unknown KV codec `int7`"),
         ("--kv-dtype bf16;0=int8", "names layer 0, which has no KV cache"),
         ("--prefill-chunk 100", "a multiple of 128"),
+        (
+            "--memory-budget 1GiB --device flex",
+            "--memory-budget needs --device cuda:N or vulkan:0",
+        ),
         ("--device tpu:0", "ndarray, flex, cuda:N, vulkan:N or auto"),
     ] {
         let run = bench(options);

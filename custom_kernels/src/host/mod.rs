@@ -25,7 +25,6 @@ use crate::ops::{
     sparse_attention, swiglu,
 };
 use crate::precision::Precision;
-use crate::timing::{Operation, timed};
 
 use gemm::Panels;
 
@@ -100,87 +99,71 @@ impl<B: HostTensors> EvaluatorBackend for B {
         if to == Precision::Full {
             return x;
         }
-        timed(Operation::Round, || {
-            let (shape, device) = (x.dims(), x.device());
-            let mut values = into_vec(x);
-            round::host::round(&mut values, to);
-            tensor(values, shape, &device)
-        })
+        let (shape, device) = (x.dims(), x.device());
+        let mut values = into_vec(x);
+        round::host::round(&mut values, to);
+        tensor(values, shape, &device)
     }
 
     fn embed_tokens(table: &Panels, ids: &[u32], batch: usize, to: Precision) -> Tensor<Self, 3> {
-        timed(Operation::EmbedTokens, || {
-            let values = embed_tokens::host::gather(table, ids, to);
-            tensor(
-                values,
-                [batch, ids.len() / batch, table.shape()[1]],
-                &Self::Device::default(),
-            )
-        })
+        let values = embed_tokens::host::gather(table, ids, to);
+        tensor(
+            values,
+            [batch, ids.len() / batch, table.shape()[1]],
+            &Self::Device::default(),
+        )
     }
 
     fn project(x: Tensor<Self, 3>, weight: &Panels, to: Precision) -> Tensor<Self, 3> {
-        timed(Operation::Project, || {
-            let ([batch, tokens, _], device) = (x.dims(), x.device());
-            let x = primitive(x);
-            let mut y = vec![0.0; batch * tokens * weight.shape()[0]];
-            gemm::accumulate(&Self::elements(&x), weight, &mut y, to);
-            tensor(y, [batch, tokens, weight.shape()[0]], &device)
-        })
+        let ([batch, tokens, _], device) = (x.dims(), x.device());
+        let x = primitive(x);
+        let mut y = vec![0.0; batch * tokens * weight.shape()[0]];
+        gemm::accumulate(&Self::elements(&x), weight, &mut y, to);
+        tensor(y, [batch, tokens, weight.shape()[0]], &device)
     }
 
     fn project_add(residual: Tensor<Self, 3>, x: Tensor<Self, 3>, weight: &Panels, to: Precision) -> Tensor<Self, 3> {
-        timed(Operation::Project, || {
-            let (shape, device) = (residual.dims(), x.device());
-            let x = primitive(x);
-            let mut y = into_vec(residual);
-            gemm::accumulate(&Self::elements(&x), weight, &mut y, to);
-            tensor(y, shape, &device)
-        })
+        let (shape, device) = (residual.dims(), x.device());
+        let x = primitive(x);
+        let mut y = into_vec(residual);
+        gemm::accumulate(&Self::elements(&x), weight, &mut y, to);
+        tensor(y, shape, &device)
     }
 
     fn swiglu(x: Tensor<Self, 3>, gate: &Panels, up: &Panels, to: Precision) -> Tensor<Self, 3> {
-        timed(Operation::Swiglu, || {
-            let ([batch, tokens, _], device) = (x.dims(), x.device());
-            let x = primitive(x);
-            let y = swiglu::host::swiglu(&Self::elements(&x), gate, up, to);
-            tensor(y, [batch, tokens, gate.shape()[0]], &device)
-        })
+        let ([batch, tokens, _], device) = (x.dims(), x.device());
+        let x = primitive(x);
+        let y = swiglu::host::swiglu(&Self::elements(&x), gate, up, to);
+        tensor(y, [batch, tokens, gate.shape()[0]], &device)
     }
 
     fn route_experts(x: Tensor<Self, 3>, router: &Panels, top_k: usize) -> Routing<Self> {
-        timed(Operation::RouteExperts, || {
-            let ([batch, tokens, _], device) = (x.dims(), x.device());
-            let (x, [count, _], rows) = (primitive(x), router.shape(), batch * tokens);
-            let mut y = vec![0.0; rows * count];
-            gemm::accumulate(&Self::elements(&x), router, &mut y, Precision::Full);
-            let (ids, values) = route_experts::host::choose(&y, count, top_k);
-            Routing {
-                experts: Tensor::from_data(TensorData::new(ids, [rows, top_k]), &device),
-                weights: tensor(values, [rows, top_k], &device),
-            }
-        })
+        let ([batch, tokens, _], device) = (x.dims(), x.device());
+        let (x, [count, _], rows) = (primitive(x), router.shape(), batch * tokens);
+        let mut y = vec![0.0; rows * count];
+        gemm::accumulate(&Self::elements(&x), router, &mut y, Precision::Full);
+        let (ids, values) = route_experts::host::choose(&y, count, top_k);
+        Routing {
+            experts: Tensor::from_data(TensorData::new(ids, [rows, top_k]), &device),
+            weights: tensor(values, [rows, top_k], &device),
+        }
     }
 
     fn expert_feed_forward(x: Tensor<Self, 3>, routing: &Routing<Self>, experts: &[Expert<Panels>]) -> Tensor<Self, 3> {
-        timed(Operation::ExpertFeedForward, || {
-            let (shape, device, [_, top_k]) = (x.dims(), x.device(), routing.weights.dims());
-            let (x, weights) = (primitive(x), primitive(routing.weights.clone()));
-            let ids = routing.experts.to_data().convert::<i32>();
-            let ids = ids.as_slice().expect("converted to i32 just now");
-            let (x, weights) = (Self::elements(&x), Self::elements(&weights));
-            let y = expert_feed_forward::host::feed_forward(&x, ids, &weights, top_k, experts);
-            tensor(y, shape, &device)
-        })
+        let (shape, device, [_, top_k]) = (x.dims(), x.device(), routing.weights.dims());
+        let (x, weights) = (primitive(x), primitive(routing.weights.clone()));
+        let ids = routing.experts.to_data().convert::<i32>();
+        let ids = ids.as_slice().expect("converted to i32 just now");
+        let (x, weights) = (Self::elements(&x), Self::elements(&weights));
+        let y = expert_feed_forward::host::feed_forward(&x, ids, &weights, top_k, experts);
+        tensor(y, shape, &device)
     }
 
     fn quantize_rows(x: Tensor<Self, 3>, format: ActivationFormat) -> Tensor<Self, 3> {
-        timed(Operation::QuantizeRows, || {
-            let (shape, device) = (x.dims(), x.device());
-            let mut values = into_vec(x);
-            quantize_rows::host::quantize(&mut values, shape[2], format);
-            tensor(values, shape, &device)
-        })
+        let (shape, device) = (x.dims(), x.device());
+        let mut values = into_vec(x);
+        quantize_rows::host::quantize(&mut values, shape[2], format);
+        tensor(values, shape, &device)
     }
 
     fn offset_rms_norm<const D: usize>(
@@ -189,12 +172,10 @@ impl<B: HostTensors> EvaluatorBackend for B {
         eps: f32,
         to: Precision,
     ) -> Tensor<Self, D> {
-        timed(Operation::Norm, || {
-            let (shape, device) = (x.dims(), x.device());
-            let (x, weight) = (primitive(x), primitive(weight));
-            let y = offset_rms_norm::host::norm(&Self::elements(&x), &Self::elements(&weight), eps, to);
-            tensor(y, shape, &device)
-        })
+        let (shape, device) = (x.dims(), x.device());
+        let (x, weight) = (primitive(x), primitive(weight));
+        let y = offset_rms_norm::host::norm(&Self::elements(&x), &Self::elements(&weight), eps, to);
+        tensor(y, shape, &device)
     }
 
     fn gated_rms_norm<const D: usize>(
@@ -204,26 +185,22 @@ impl<B: HostTensors> EvaluatorBackend for B {
         eps: f32,
         to: Precision,
     ) -> Tensor<Self, D> {
-        timed(Operation::Norm, || {
-            let (shape, device) = (x.dims(), x.device());
-            let (weight, z) = (primitive(weight), primitive(z));
-            let mut y = into_vec(x);
-            gated_rms_norm::host::norm(&mut y, &Self::elements(&weight), &Self::elements(&z), eps, to);
-            tensor(y, shape, &device)
-        })
+        let (shape, device) = (x.dims(), x.device());
+        let (weight, z) = (primitive(weight), primitive(z));
+        let mut y = into_vec(x);
+        gated_rms_norm::host::norm(&mut y, &Self::elements(&weight), &Self::elements(&z), eps, to);
+        tensor(y, shape, &device)
     }
 
     fn rotary(x: Tensor<Self, 4>, table: &RotaryTable<Self>, first_position: usize, to: Precision) -> Tensor<Self, 4> {
-        timed(Operation::Rotary, || {
-            let (shape, device) = (x.dims(), x.device());
-            let (cos, sin) = (primitive(table.cos.clone()), primitive(table.sin.clone()));
-            let half = table.cos.dims()[1];
-            let rows = first_position * half..(first_position + shape[1]) * half;
-            let (cos, sin) = (Self::elements(&cos), Self::elements(&sin));
-            let mut y = into_vec(x);
-            rotary::host::rotate(&mut y, &cos[rows.clone()], &sin[rows], half, shape[2], shape[3], to);
-            tensor(y, shape, &device)
-        })
+        let (shape, device) = (x.dims(), x.device());
+        let (cos, sin) = (primitive(table.cos.clone()), primitive(table.sin.clone()));
+        let half = table.cos.dims()[1];
+        let rows = first_position * half..(first_position + shape[1]) * half;
+        let (cos, sin) = (Self::elements(&cos), Self::elements(&sin));
+        let mut y = into_vec(x);
+        rotary::host::rotate(&mut y, &cos[rows.clone()], &sin[rows], half, shape[2], shape[3], to);
+        tensor(y, shape, &device)
     }
 
     fn causal_conv_silu(
@@ -232,18 +209,16 @@ impl<B: HostTensors> EvaluatorBackend for B {
         tail: Tensor<Self, 3>,
         to: Precision,
     ) -> (Tensor<Self, 3>, Tensor<Self, 3>) {
-        timed(Operation::Convolution, || {
-            let (shape, tail_shape, device) = (x.dims(), tail.dims(), x.device());
-            let (x, weight, tail) = (primitive(x), primitive(weight), primitive(tail));
-            let (y, next) = causal_conv_silu::host::convolve(
-                &Self::elements(&x),
-                &Self::elements(&weight),
-                &Self::elements(&tail),
-                shape,
-                to,
-            );
-            (tensor(y, shape, &device), tensor(next, tail_shape, &device))
-        })
+        let (shape, tail_shape, device) = (x.dims(), tail.dims(), x.device());
+        let (x, weight, tail) = (primitive(x), primitive(weight), primitive(tail));
+        let (y, next) = causal_conv_silu::host::convolve(
+            &Self::elements(&x),
+            &Self::elements(&weight),
+            &Self::elements(&tail),
+            shape,
+            to,
+        );
+        (tensor(y, shape, &device), tensor(next, tail_shape, &device))
     }
 
     fn delta_gates(
@@ -252,13 +227,11 @@ impl<B: HostTensors> EvaluatorBackend for B {
         a_log: Tensor<Self, 1>,
         dt_bias: Tensor<Self, 1>,
     ) -> (Tensor<Self, 3>, Tensor<Self, 3>) {
-        timed(Operation::DeltaGates, || {
-            let (shape, device) = (a.dims(), a.device());
-            let (a_log, dt_bias) = (primitive(a_log), primitive(dt_bias));
-            let (mut a, mut b) = (into_vec(a), into_vec(b));
-            delta_gates::host::gates(&mut a, &mut b, &Self::elements(&a_log), &Self::elements(&dt_bias));
-            (tensor(a, shape, &device), tensor(b, shape, &device))
-        })
+        let (shape, device) = (a.dims(), a.device());
+        let (a_log, dt_bias) = (primitive(a_log), primitive(dt_bias));
+        let (mut a, mut b) = (into_vec(a), into_vec(b));
+        delta_gates::host::gates(&mut a, &mut b, &Self::elements(&a_log), &Self::elements(&dt_bias));
+        (tensor(a, shape, &device), tensor(b, shape, &device))
     }
 
     fn gated_delta_rule(
@@ -269,32 +242,28 @@ impl<B: HostTensors> EvaluatorBackend for B {
         heads: DeltaHeads,
         to: Precision,
     ) -> (Tensor<Self, 4>, Tensor<Self, 4>) {
-        timed(Operation::DeltaRule, || {
-            let ([batch, tokens, _], state_shape, device) = (qkv.dims(), state.dims(), qkv.device());
-            let (qkv, g, beta) = (primitive(qkv), primitive(g), primitive(beta));
-            let mut state = into_vec(state);
-            let y = gated_delta_rule::host::recurrent(
-                &Self::elements(&qkv),
-                &Self::elements(&g),
-                &Self::elements(&beta),
-                &mut state,
-                [batch, tokens],
-                heads,
-                to,
-            );
-            let shape = [batch, tokens, heads.value_heads, heads.value_dim];
-            (tensor(y, shape, &device), tensor(state, state_shape, &device))
-        })
+        let ([batch, tokens, _], state_shape, device) = (qkv.dims(), state.dims(), qkv.device());
+        let (qkv, g, beta) = (primitive(qkv), primitive(g), primitive(beta));
+        let mut state = into_vec(state);
+        let y = gated_delta_rule::host::recurrent(
+            &Self::elements(&qkv),
+            &Self::elements(&g),
+            &Self::elements(&beta),
+            &mut state,
+            [batch, tokens],
+            heads,
+            to,
+        );
+        let shape = [batch, tokens, heads.value_heads, heads.value_dim];
+        (tensor(y, shape, &device), tensor(state, state_shape, &device))
     }
 
     fn append_rows(cache: Tensor<Self, 4>, rows: Tensor<Self, 4>, at: usize) -> Tensor<Self, 4> {
-        timed(Operation::AppendRows, || {
-            let (shape, rows_shape, device) = (cache.dims(), rows.dims(), rows.device());
-            let rows = primitive(rows);
-            let mut cache = into_vec(cache);
-            append_rows::host::append(&mut cache, &Self::elements(&rows), shape, rows_shape, at);
-            tensor(cache, shape, &device)
-        })
+        let (shape, rows_shape, device) = (cache.dims(), rows.dims(), rows.device());
+        let rows = primitive(rows);
+        let mut cache = into_vec(cache);
+        append_rows::host::append(&mut cache, &Self::elements(&rows), shape, rows_shape, at);
+        tensor(cache, shape, &device)
     }
 
     fn causal_attention(
@@ -304,20 +273,18 @@ impl<B: HostTensors> EvaluatorBackend for B {
         first_position: usize,
         to: Precision,
     ) -> Tensor<Self, 4> {
-        timed(Operation::Attention, || {
-            let (shape, kv_shape, device) = (q.dims(), keys.dims(), q.device());
-            let (q, keys, values) = (primitive(q), primitive(keys), primitive(values));
-            let y = causal_attention::host::attention(
-                &Self::elements(&q),
-                &Self::elements(&keys),
-                &Self::elements(&values),
-                shape,
-                kv_shape,
-                first_position,
-                to,
-            );
-            tensor(y, shape, &device)
-        })
+        let (shape, kv_shape, device) = (q.dims(), keys.dims(), q.device());
+        let (q, keys, values) = (primitive(q), primitive(keys), primitive(values));
+        let y = causal_attention::host::attention(
+            &Self::elements(&q),
+            &Self::elements(&keys),
+            &Self::elements(&values),
+            shape,
+            kv_shape,
+            first_position,
+            to,
+        );
+        tensor(y, shape, &device)
     }
 
     fn sparse_attention(
@@ -327,36 +294,30 @@ impl<B: HostTensors> EvaluatorBackend for B {
         selection: &BlockSelection,
         to: Precision,
     ) -> Tensor<Self, 4> {
-        timed(Operation::Attention, || {
-            let (shape, kv_shape, device) = (q.dims(), keys.dims(), q.device());
-            let (q, keys, values) = (primitive(q), primitive(keys), primitive(values));
-            let y = sparse_attention::host::attention(
-                &Self::elements(&q),
-                &Self::elements(&keys),
-                &Self::elements(&values),
-                shape,
-                kv_shape,
-                selection,
-                to,
-            );
-            tensor(y, shape, &device)
-        })
+        let (shape, kv_shape, device) = (q.dims(), keys.dims(), q.device());
+        let (q, keys, values) = (primitive(q), primitive(keys), primitive(values));
+        let y = sparse_attention::host::attention(
+            &Self::elements(&q),
+            &Self::elements(&keys),
+            &Self::elements(&values),
+            shape,
+            kv_shape,
+            selection,
+            to,
+        );
+        tensor(y, shape, &device)
     }
 
     fn sigmoid_gate<const D: usize>(x: Tensor<Self, D>, gate: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {
-        timed(Operation::SigmoidGate, || {
-            let (shape, device) = (x.dims(), x.device());
-            let gate = primitive(gate);
-            let mut y = into_vec(x);
-            sigmoid_gate::host::gate(&mut y, &Self::elements(&gate), to);
-            tensor(y, shape, &device)
-        })
+        let (shape, device) = (x.dims(), x.device());
+        let gate = primitive(gate);
+        let mut y = into_vec(x);
+        sigmoid_gate::host::gate(&mut y, &Self::elements(&gate), to);
+        tensor(y, shape, &device)
     }
 
     fn score_head(hidden: Tensor<Self, 2>, head: &Panels, ask: &HeadRequest<'_>, logits: Precision) -> HeadScores {
-        timed(Operation::ScoreHead, || {
-            let hidden = primitive(hidden);
-            score_head::host::score(&Self::elements(&hidden), head, ask, logits)
-        })
+        let hidden = primitive(hidden);
+        score_head::host::score(&Self::elements(&hidden), head, ask, logits)
     }
 }
