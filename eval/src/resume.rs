@@ -5,8 +5,11 @@
 //! comparisons, references) is computed anew, so the results are those of an uninterrupted run, times aside.
 //!
 //! Little-endian: `PPLSTATE`, u32 version, u32 length and text of the run's identity; then per batch u64 length of the
-//! payload, u64 hash of the request, payload, u64 hash of the payload. The payload holds u32 windows and per window four
-//! vectors, each u32 length and 32-bit words. An incomplete last batch, as a killed run leaves it, is dropped.
+//! payload, u64 hash of the request, u64 hash of these two words, payload, u64 hash of the payload. The payload holds u32
+//! windows and per window four vectors, each u32 length and 32-bit words.
+//!
+//! A file that ends within a batch, as a killed run leaves it, loses that batch. A batch whose hashes disagree with it is
+//! damaged: it and everything behind it are dropped. [`State::dropped`] says which it was.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
@@ -22,9 +25,9 @@ use crate::report::{Artifact, Settings};
 use crate::scorer::{CausalScorer, RowVisitor, ScoreError, ScoreRequest, WindowScores, WindowTokens};
 
 const MAGIC: &[u8; 8] = b"PPLSTATE";
-const VERSION: u32 = 1;
-/// Length and hash before a payload, hash after it.
-const FRAME_OVERHEAD: u64 = 24;
+const VERSION: u32 = 2;
+/// Length and two hashes before a payload, hash after it.
+const FRAME_OVERHEAD: u64 = 32;
 
 /// Why a state file cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -100,6 +103,17 @@ pub fn identity(plan: &CorpusPlan, artifact: &Artifact, settings: &Settings, opt
     .to_string()
 }
 
+/// What was cut off the end of a state file; its windows are scored again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dropped {
+    /// Where the first batch that cannot be used begins, in bytes.
+    pub begin: u64,
+    /// Bytes from there on.
+    pub bytes: u64,
+    /// Whether that batch is damaged; else the file ends within it.
+    pub damaged: bool,
+}
+
 /// A state file, open and checked.
 #[derive(Debug)]
 pub struct State {
@@ -109,6 +123,7 @@ pub struct State {
     recorded: BufReader<File>,
     recorded_batches: u64,
     answered: u64,
+    dropped: Option<Dropped>,
 }
 
 impl State {
@@ -146,14 +161,15 @@ impl State {
         );
         header.extend(identity.as_bytes());
         let mut recorded = BufReader::new(File::open(path).map_err(io)?);
-        let mut batches = 0;
+        let (mut batches, mut dropped) = (0, None);
         if length == 0 {
             file.write_all(&header).and_then(|()| file.sync_all()).map_err(io)?;
         } else {
             check_header(&mut recorded, path, length, identity)?;
-            let (count, end) = scan(&mut recorded, header.len() as u64, length).map_err(io)?;
-            batches = count;
-            file.set_len(end).map_err(io)?;
+            (batches, dropped) = scan(&mut recorded, header.len() as u64, length).map_err(io)?;
+            if let Some(Dropped { begin, .. }) = dropped {
+                file.set_len(begin).map_err(io)?;
+            }
         }
         recorded.seek(SeekFrom::Start(header.len() as u64)).map_err(io)?;
         file.seek(SeekFrom::End(0)).map_err(io)?;
@@ -163,12 +179,18 @@ impl State {
             recorded,
             recorded_batches: batches,
             answered: 0,
+            dropped,
         })
     }
 
     /// Batches that will be answered without the model.
     pub fn recorded_batches(&self) -> u64 {
         self.recorded_batches
+    }
+
+    /// What was cut off on opening.
+    pub fn dropped(&self) -> Option<Dropped> {
+        self.dropped
     }
 
     /// Where it is.
@@ -189,6 +211,7 @@ impl State {
                 batch,
             });
         }
+        read_u64(&mut self.recorded).map_err(io)?;
         // The length was checked against the file when it was opened.
         let mut payload = vec![0; length as usize];
         self.recorded.read_exact(&mut payload).map_err(io)?;
@@ -203,8 +226,10 @@ impl State {
     fn append(&mut self, key: u64, scores: &[WindowScores]) -> Result<(), ResumeError> {
         let payload = encode(scores);
         let mut frame = Vec::with_capacity(payload.len() + FRAME_OVERHEAD as usize);
-        frame.extend((payload.len() as u64).to_le_bytes());
-        frame.extend(key.to_le_bytes());
+        let length = payload.len() as u64;
+        for word in [length, key, head_hash(length, key)] {
+            frame.extend(word.to_le_bytes());
+        }
         frame.extend(&payload);
         frame.extend(Fnv::new().bytes(&payload).finish().to_le_bytes());
         let written = self.file.write_all(&frame).and_then(|()| self.file.sync_data());
@@ -336,25 +361,46 @@ fn difference(a: &Value, b: &Value) -> Option<String> {
     }
 }
 
-/// Complete batches from `begin` on, and where the last of them ends.
-fn scan(file: &mut BufReader<File>, begin: u64, length: u64) -> io::Result<(u64, u64)> {
+/// The number of sound batches from `begin` on, and what comes after them.
+fn scan(file: &mut BufReader<File>, begin: u64, length: u64) -> io::Result<(u64, Option<Dropped>)> {
     let (mut batches, mut end) = (0, begin);
     file.seek(SeekFrom::Start(begin))?;
-    while end + FRAME_OVERHEAD <= length {
-        let size = read_u64(file)?;
-        read_u64(file)?;
-        if size > length - end - FRAME_OVERHEAD {
-            break;
+    while end < length {
+        let rest = length - end;
+        let dropped = |damaged| {
+            Some(Dropped {
+                begin: end,
+                bytes: rest,
+                damaged,
+            })
+        };
+        if rest < FRAME_OVERHEAD {
+            return Ok((batches, dropped(false)));
+        }
+        let (size, key) = (read_u64(file)?, read_u64(file)?);
+        if read_u64(file)? != head_hash(size, key) {
+            return Ok((batches, dropped(true)));
+        }
+        if size > rest - FRAME_OVERHEAD {
+            return Ok((batches, dropped(false)));
         }
         let mut payload = vec![0; size as usize];
         file.read_exact(&mut payload)?;
         if read_u64(file)? != Fnv::new().bytes(&payload).finish() {
-            break;
+            return Ok((batches, dropped(true)));
         }
         batches += 1;
         end += FRAME_OVERHEAD + size;
     }
-    Ok((batches, end))
+    Ok((batches, None))
+}
+
+/// Hash of the words in front of a payload.
+fn head_hash(length: u64, key: u64) -> u64 {
+    Fnv::new()
+        .bytes(&length.to_le_bytes())
+        .bytes(&key.to_le_bytes())
+        .finish()
 }
 
 fn read_u64(file: &mut impl Read) -> io::Result<u64> {

@@ -9,7 +9,7 @@ use common::ToyScorer;
 use perplexity_eval::corpus::CorpusPlan;
 use perplexity_eval::evaluate::{EvaluateError, Options, Results, SaveTopTokens, evaluate};
 use perplexity_eval::report::{Artifact, Report, RunInfo, Settings};
-use perplexity_eval::resume::{Resumable, ResumeError, State, identity};
+use perplexity_eval::resume::{Dropped, Resumable, ResumeError, State, identity};
 use perplexity_eval::scorer::{CausalScorer, ScoreError, ScoreRequest, WindowScores, WindowTokens};
 use perplexity_eval::windows::{Protocol, WindowKind};
 
@@ -146,16 +146,67 @@ fn a_torn_batch_is_scored_again() {
     run(&mut Mortal::new(1), &state, &options).unwrap_err();
     let three = fs::read(&state).unwrap();
     assert!(three.starts_with(&two) && three.len() > two.len());
-    let mut flipped = three.clone();
-    *flipped.last_mut().unwrap() ^= 1;
-    for torn in [
-        &three[..two.len() + 1],
-        &three[..two.len() + 30],
-        &three[..three.len() - 1],
-        &flipped,
-    ] {
-        fs::write(&state, torn).unwrap();
+    for length in [two.len() + 1, two.len() + 40, three.len() - 1] {
+        fs::write(&state, &three[..length]).unwrap();
+        let expected = Dropped {
+            begin: two.len() as u64,
+            bytes: (length - two.len()) as u64,
+            damaged: false,
+        };
+        assert_eq!(opened(&state, &options), (2, Some(expected)));
+        fs::write(&state, &three[..length]).unwrap();
         assert_eq!(text(&run(&mut Mortal::new(3), &state, &options).unwrap()), whole);
+        fs::remove_file(folder.path().join("saved")).unwrap();
+    }
+}
+
+/// What a state file gives on opening: sound batches, and what was dropped.
+fn opened(state: &Path, options: &Options) -> (u64, Option<Dropped>) {
+    let identity = identity(&plan(0), &Artifact::default(), &Settings::default(), options);
+    let state = State::open(state, &identity).unwrap();
+    (state.recorded_batches(), state.dropped())
+}
+
+#[test]
+fn a_damaged_batch_is_told_from_a_torn_one_and_sound_batches_before_it_are_kept() {
+    let Setup {
+        folder, options, whole, ..
+    } = setup();
+    let state = folder.path().join("state");
+    let lengths: Vec<usize> = (0..4)
+        .map(|batches| {
+            run(&mut Mortal::new(usize::from(batches > 0)), &state, &options).unwrap_err();
+            fs::metadata(&state).unwrap().len() as usize
+        })
+        .collect();
+    let sound = fs::read(&state).unwrap();
+    assert_eq!(opened(&state, &options), (3, None));
+    // Length, key, hash of both, payload and its hash, of every batch.
+    for (batch, ends) in lengths.windows(2).enumerate() {
+        for at in [
+            ends[0],
+            ends[0] + 7,
+            ends[0] + 8,
+            ends[0] + 16,
+            ends[0] + 24,
+            ends[1] - 9,
+            ends[1] - 1,
+        ] {
+            let mut damaged = sound.clone();
+            damaged[at] ^= 0x40;
+            fs::write(&state, &damaged).unwrap();
+            let expected = Dropped {
+                begin: ends[0] as u64,
+                bytes: (sound.len() - ends[0]) as u64,
+                damaged: true,
+            };
+            assert_eq!(opened(&state, &options), (batch as u64, Some(expected)), "byte {at}");
+            assert_eq!(fs::read(&state).unwrap(), sound[..ends[0]]);
+        }
+        assert_eq!(
+            text(&run(&mut Mortal::new(5 - batch), &state, &options).unwrap()),
+            whole
+        );
         fs::remove_file(folder.path().join("saved")).unwrap();
     }
 }
@@ -201,7 +252,7 @@ fn states_of_other_runs_are_refused() {
     for junk in [
         &b"x"[..],
         b"NINFTOPK\x01\0\0\0\x20\0\0\0",
-        b"PPLSTATE\x01\0\0\0\xff\xff\xff\x7f",
+        b"PPLSTATE\x02\0\0\0\xff\xff\xff\x7f",
     ] {
         fs::write(&state, junk).unwrap();
         let opened = State::open(&state, "{}");
