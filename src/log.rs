@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use clap::ValueEnum;
+use perplexity_eval::humanize::printable;
 
 use crate::terminal::Terminal;
 
@@ -57,14 +58,14 @@ impl Log {
     /// Starts the progress line of a task.
     pub(crate) fn begin_progress(&self, line: &str) {
         if self.level <= Level::Info {
-            self.terminal().begin_progress(&sanitised(line));
+            self.terminal().begin_progress(&printable(line));
         }
     }
 
     /// Shows progress if it is due: at once on a console, every ten seconds in a file.
     pub(crate) fn progress(&self, line: impl FnOnce() -> String) {
         if self.level <= Level::Info {
-            self.terminal().progress(|| sanitised(&line()));
+            self.terminal().progress(|| printable(&line()));
         }
     }
 
@@ -80,7 +81,7 @@ impl Log {
 
     fn record(&self, level: Level, prefix: &str, message: &dyn Display) {
         if level >= self.level {
-            self.terminal().record(&sanitised(&format!("{prefix}{message}")));
+            self.terminal().record(&printable(&format!("{prefix}{message}")));
         }
     }
 
@@ -105,24 +106,9 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// One printable line: file names and parser messages may hold anything.
-fn sanitised(text: &str) -> String {
-    let clean = |c: char| match c {
-        '\n' | '\r' | '\t' => ' ',
-        c if c.is_control() => '?',
-        c => c,
-    };
-    text.chars().map(clean).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_record_is_one_printable_line() {
-        assert_eq!(sanitised("a\nb\r\tc\x1b[2Jd\u{7f}e\u{9b}漢"), "a b  c?[2Jd?e?漢");
-    }
 
     #[test]
     fn levels_are_ordered_and_have_the_usual_aliases() {

@@ -1,6 +1,6 @@
 //! `merge`: the reports of all shards become the report of the whole run.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use perplexity_eval::files::read_regular;
 use perplexity_eval::merge::merge;
@@ -18,9 +18,10 @@ pub(crate) fn run(args: &MergeArgs) -> Result<Vec<u8>, Failure> {
     for path in &args.reports {
         require_file("report", path)?;
     }
-    let parts = args.reports.iter().map(|path| read(path)).collect::<Result<_, _>>()?;
+    let parts = args.reports.iter().map(|path| Ok((path.clone(), read(path)?)));
+    let parts: Vec<(PathBuf, Report)> = parts.collect::<Result<_, Failure>>()?;
     let report = merge(parts).map_err(Failure::failed)?;
-    let directory = OutputDirectory::claim(&args.output).map_err(Failure::failed)?;
+    let directory = OutputDirectory::claim(&args.output).map_err(UsageError::Output)?;
     let path = directory.write(&report).map_err(Failure::failed)?;
     let mut text = Vec::new();
     table::write(&mut text, &report, &path).map_err(Failure::failed)?;

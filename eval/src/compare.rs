@@ -2,7 +2,8 @@
 //!
 //! Both runs scored the same windows, so the difference of a window's sums cancels what makes its text easy or hard. Pooled
 //! over windows of `n_w` tokens: `D = Σ (t_w - t'_w) / Σ n_w`, with the standard error clustered by stream. Reports of
-//! versions 3, 4 and 6 are read; those of unequal protocols are refused with every mismatch named.
+//! versions 3, 4 and 6 are read, the last with [every check](Report::check) that joining shards makes; those of unequal
+//! protocols are refused with every mismatch named.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -13,8 +14,8 @@ use serde_json::{Map, Value};
 
 use crate::exact_json;
 use crate::files::read_regular;
-use crate::humanize::{exponent_form, significant};
-use crate::report::{ReportFault, check_kl, check_total};
+use crate::humanize::{column, exponent_form, printable, significant};
+use crate::report::{Report, ReportError, ReportFault, SCHEMA_VERSION, check_kl, check_total};
 use crate::statistics::KlFigures;
 use crate::uncertainty::{Block, ClusterKind, Uncertainty};
 
@@ -41,6 +42,14 @@ pub enum CompareError {
         /// What is wrong.
         source: serde_json::Error,
     },
+    /// A file of this program's schema lacks something of it.
+    #[error("{path}: {source}", path = path.display())]
+    Schema {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: ReportError,
+    },
     /// A number cannot be right.
     #[error("{path}: {fault}", path = path.display())]
     Fault {
@@ -57,6 +66,7 @@ pub enum CompareError {
 /// What is needed of a report; every other field is ignored.
 #[derive(Debug, Clone, Deserialize)]
 struct Loaded {
+    schema_version: u32,
     artifact: Map<String, Value>,
     corpus: Map<String, Value>,
     execution: Map<String, Value>,
@@ -70,6 +80,18 @@ struct Loaded {
 struct LoadedReference {
     reference: String,
     reference_top_tokens: Option<u64>,
+    reference_sha256: Option<String>,
+}
+
+impl LoadedReference {
+    /// Whether both are one reference: by content where both reports say it, else by path.
+    fn is(&self, other: &Self) -> bool {
+        let same = match (&self.reference_sha256, &other.reference_sha256) {
+            (Some(a), Some(b)) => a == b,
+            _ => self.reference == other.reference,
+        };
+        same && self.reference_top_tokens == other.reference_top_tokens
+    }
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -138,7 +160,7 @@ pub struct ReportComparison {
     pub second: String,
     /// What differs between the runs.
     pub differences: Vec<Difference>,
-    /// Whether every window has the same sum, bit for bit.
+    /// Whether there are windows, and every one has the same sum, bit for bit.
     pub identical: bool,
     /// Windows whose negative log-likelihood is lower in the second run.
     pub windows_better: u64,
@@ -189,7 +211,7 @@ pub fn compare(first: &Path, second: &Path) -> Result<ReportComparison, CompareE
         first: first.display().to_string(),
         second: second.display().to_string(),
         differences: differences(&a, &b),
-        identical: windows().all(|(a, b)| a.total_nll.to_bits() == b.total_nll.to_bits()),
+        identical: mean_nll.count > 0 && windows().all(|(a, b)| a.total_nll.to_bits() == b.total_nll.to_bits()),
         windows_better: ordering(std::cmp::Ordering::Less),
         windows_worse: ordering(std::cmp::Ordering::Greater),
         windows_equal: ordering(std::cmp::Ordering::Equal),
@@ -218,10 +240,27 @@ fn load(path: &Path) -> Result<Loaded, CompareError> {
         path: path.to_owned(),
         source,
     })?;
-    loaded.check().map_err(|fault| CompareError::Fault {
+    let fault = |fault| CompareError::Fault {
         path: path.to_owned(),
         fault,
-    })?;
+    };
+    match loaded.schema_version {
+        SCHEMA_VERSION => drop(Report::from_json(&text).map_err(|error| match error {
+            ReportError::Fault(found) => fault(found),
+            other => CompareError::Schema {
+                path: path.to_owned(),
+                source: other,
+            },
+        })?),
+        3 | 4 => {}
+        version => {
+            return Err(fault(ReportFault {
+                field: "schema_version".into(),
+                problem: format!("is {version}, expected 3, 4 or {SCHEMA_VERSION}"),
+            }));
+        }
+    }
+    loaded.check().map_err(fault)?;
     Ok(loaded)
 }
 
@@ -391,7 +430,7 @@ fn paired_kl(a: &Loaded, b: &Loaded, streams: &[Pair<'_>]) -> Option<PairedKl> {
     let (x, y) = (a.kl_divergence.as_ref()?, b.kl_divergence.as_ref()?);
     let all_windows = || streams.iter().flat_map(|(a, b)| a.windows.iter().chain(&b.windows));
     let complete = all_windows().all(|w| w.kl_divergence.is_some());
-    if (&x.reference, x.reference_top_tokens) != (&y.reference, y.reference_top_tokens) || !complete {
+    if !x.is(y) || !complete {
         return None;
     }
     let figure = |value: fn(&KlFigures) -> f64| {
@@ -415,10 +454,10 @@ impl ReportComparison {
     /// # Errors
     /// When `out` fails.
     pub fn write_table(&self, out: &mut impl Write) -> io::Result<()> {
-        writeln!(out, "first:  {}", self.first)?;
-        writeln!(out, "second: {}", self.second)?;
+        writeln!(out, "first:  {}", printable(&self.first))?;
+        writeln!(out, "second: {}", printable(&self.second))?;
         for Difference { field, first, second } in &self.differences {
-            writeln!(out, "  {field}: {first} -> {second}")?;
+            writeln!(out, "  {}", printable(&format!("{field}: {first} -> {second}")))?;
         }
         writeln!(out)?;
         if self.identical {
@@ -434,7 +473,7 @@ impl ReportComparison {
         let heads = ["tokens", "first", "second", "difference", "std. error", "t"];
         write!(out, "{:<24}", "mean_nll")?;
         for head in heads {
-            write!(out, "{head:>14}")?;
+            write!(out, " {head:>13}")?;
         }
         writeln!(out)?;
         for (name, figures) in &self.domains {
@@ -446,7 +485,12 @@ impl ReportComparison {
         let show = |ratio: Option<f64>| ratio.map_or("n/a".to_owned(), |ratio| significant(ratio, 8));
         write!(out, "perplexity ratio: {}", show(self.perplexity_ratio))?;
         if let Some([low, high]) = self.mean_nll.uncertainty.bootstrap_interval_95 {
-            write!(out, ", 95 % interval {} to {}", show(ratio(low)), show(ratio(high)))?;
+            write!(
+                out,
+                ", 95 % interval {} to {} (windows resampled)",
+                show(ratio(low)),
+                show(ratio(high))
+            )?;
         }
         writeln!(out)?;
         if let Some(kl) = &self.kl_divergence {
@@ -465,15 +509,13 @@ fn row(out: &mut impl Write, name: &str, paired: &Paired) -> io::Result<()> {
     let error = paired.uncertainty.clustered_standard_error;
     let error = error.map_or("n/a".into(), |error| exponent_form(error, 2));
     let t = paired.t.map_or("n/a".into(), |t| format!("{t:.2}"));
-    let Paired {
-        count,
-        first,
-        second,
-        difference,
-        ..
-    } = paired;
+    let name = printable(name);
+    let [first, second] = [paired.first, paired.second].map(|mean| column(mean, 13));
+    let sign = if paired.difference < 0.0 { "" } else { "+" };
+    let difference = format!("{sign}{}", column(paired.difference, 12));
     writeln!(
         out,
-        "{name:<24}{count:>14}{first:>14.6}{second:>14.6}{difference:>+14.6}{error:>14}{t:>14}"
+        "{name:<24} {:>13} {first:>13} {second:>13} {difference:>13} {error:>13} {t:>13}",
+        paired.count
     )
 }

@@ -3,8 +3,12 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Component, Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use crate::text::hex;
 
 /// What the name of a recorded file ends in until it is complete.
 pub const PARTIAL: &str = ".partial";
@@ -52,8 +56,28 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
 /// See [`open_regular`].
 pub fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    io::Read::read_to_end(&mut open_regular(path)?, &mut bytes)?;
+    open_regular(path)?.read_to_end(&mut bytes)?;
     Ok(bytes)
+}
+
+/// SHA-256 of a file's length (64 bits, little-endian), its first and its last MiB: tells files apart that are too long to be
+/// read for that alone.
+///
+/// # Errors
+/// When it cannot be read.
+pub fn sketch_sha256(path: &Path) -> io::Result<String> {
+    const END: u64 = 1 << 20;
+    let mut file = open_regular(path)?;
+    let length = file.metadata()?.len();
+    let mut hash = Sha256::new();
+    hash.update(length.to_le_bytes());
+    for begin in [0, length.saturating_sub(END)] {
+        let mut bytes = Vec::new();
+        file.seek(SeekFrom::Start(begin))?;
+        (&file).take(END).read_to_end(&mut bytes)?;
+        hash.update(&bytes);
+    }
+    Ok(hex(&hash.finalize()))
 }
 
 /// What a file is when it is no regular one.
@@ -110,7 +134,25 @@ pub enum FilesError {
         /// The directory.
         checkpoint: PathBuf,
     },
-    /// It exists and cannot be replaced.
+    /// It would be where the report's directory is, or in it.
+    #[error("{role} {path:?} and the output directory {directory:?} are in each other's way; name a file beside it")]
+    MeetsDirectory {
+        /// What is to be written.
+        role: &'static str,
+        /// Where to.
+        path: PathBuf,
+        /// The directory, which holds the report alone.
+        directory: PathBuf,
+    },
+    /// It exists and is never overwritten.
+    #[error("{role} {path:?} exists already; remove it or name another file")]
+    Exists {
+        /// What is to be written.
+        role: &'static str,
+        /// Where to.
+        path: PathBuf,
+    },
+    /// It, or the name that it has until it is complete, exists and cannot be replaced.
     #[error("{role} {path:?} is {kind}; name a file")]
     NotRegular {
         /// What is to be written.
@@ -141,9 +183,14 @@ pub type Named<'a> = (&'static str, &'a Path);
 /// The first output that cannot be written as asked.
 pub fn check_apart(inputs: &[Named<'_>], outputs: &[Named<'_>]) -> Result<(), FilesError> {
     for (index, &(role, path)) in outputs.iter().enumerate() {
-        if let Some(kind) = path.metadata().ok().as_ref().and_then(irregular) {
-            let path = path.to_owned();
-            return Err(FilesError::NotRegular { role, path, kind });
+        for path in [
+            path.to_owned(),
+            with_suffix(path, PARTIAL),
+            with_suffix(path, TEMPORARY),
+        ] {
+            if let Some(kind) = path.metadata().ok().as_ref().and_then(irregular) {
+                return Err(FilesError::NotRegular { role, path, kind });
+            }
         }
         let place = place(path);
         for &(other, other_path) in inputs.iter().chain(&outputs[..index]) {
@@ -185,6 +232,23 @@ fn check_reserved((role, path): Named<'_>, (other, other_path): Named<'_>) -> Re
     }
 }
 
+/// Checks that the `outputs` are neither the directory of the report nor above or in it: it holds the report alone, and no
+/// directory can take the place of a file.
+///
+/// # Errors
+/// The first output that is.
+pub fn check_directory(directory: &Path, outputs: &[Named<'_>]) -> Result<(), FilesError> {
+    let of_report = place(directory);
+    for &(role, path) in outputs {
+        let place = place(path);
+        if of_report.starts_with(&place) || place.starts_with(&of_report) {
+            let (path, directory) = (path.to_owned(), directory.to_owned());
+            return Err(FilesError::MeetsDirectory { role, path, directory });
+        }
+    }
+    Ok(())
+}
+
 /// Checks that the folders of `outputs` exist.
 ///
 /// # Errors
@@ -200,17 +264,14 @@ pub fn check_folders(outputs: &[Named<'_>]) -> Result<(), FilesError> {
     Ok(())
 }
 
-/// Where a path leads, whether or not there is a file yet.
+/// Where a path leads, whether or not there is something yet: what exists of it resolved by the system, the rest lexically.
 fn place(path: &Path) -> PathBuf {
-    let of_new_file = || {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new(".")).canonicalize().ok()?;
-        Some(folder.join(path.file_name()?))
+    let whole = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let known = |above: &Path| Some((above.canonicalize().ok()?, whole.strip_prefix(above).ok()?.to_owned()));
+    let Some((known, rest)) = whole.ancestors().find_map(known) else {
+        return whole;
     };
-    path.canonicalize()
-        .ok()
-        .or_else(of_new_file)
-        .unwrap_or_else(|| path.to_owned())
+    absolute(&known.join(rest)).unwrap_or(whole)
 }
 
 /// Opens `path` for this process alone, emptied. What an interrupted run left there is taken over; a file that a living one

@@ -5,7 +5,7 @@
 //!
 //! - reject when a bound shows harm: `dK` above its tolerance, `|dN|` above its tolerance, or `dA` below zero;
 //! - accept when the bounds exclude harm: `dK` and `|dN|` within tolerance, and `dA` not significantly negative;
-//! - otherwise more data is needed.
+//! - otherwise, and without a single token, more data is needed.
 //!
 //! Runs that agree bit for bit are accepted without statistics. Perplexity alone cannot decide, since a numerical change can
 //! move it either way, so both runs must have compared with the same reference.
@@ -17,8 +17,9 @@ use crate::compare::{Paired, ReportComparison};
 /// Two-sided 95 % point of the normal distribution.
 const Z95: f64 = 1.96;
 
-/// Settings in which the two runs may differ: those that choose the path.
-const MAY_DIFFER: [&str; 8] = [
+/// Settings in which the two runs may differ: where the model lies, and those that choose the path.
+const MAY_DIFFER: [&str; 9] = [
+    "artifact.path",
     "execution.fast_paths",
     "execution.reproducible",
     "execution.route",
@@ -95,6 +96,9 @@ pub fn judge(comparison: &ReportComparison, tolerances: &Tolerances) -> Result<V
     let others: Vec<String> = others.map(|d| d.field.clone()).collect();
     if !others.is_empty() {
         return Err(GateError::Settings(others));
+    }
+    if comparison.mean_nll.count == 0 {
+        return Ok(Verdict::Inconclusive("the reports hold no scored token".into()));
     }
     if comparison.identical {
         return Ok(Verdict::Accept(
@@ -220,5 +224,8 @@ mod tests {
         assert_eq!(judge(&same, &Tolerances::default()), Err(GateError::NoReference));
         same.identical = true;
         assert!(matches!(judge(&same, &Tolerances::default()), Ok(Verdict::Accept(_))));
+        same.mean_nll.count = 0;
+        let verdict = judge(&same, &Tolerances::default());
+        assert!(matches!(verdict, Ok(Verdict::Inconclusive(_))), "{verdict:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! Numbers as people read them in log lines.
+//! Numbers and names as people read them in log lines and tables.
 
 /// Thousands separated by commas: `1,048,576`.
 pub fn count(value: u64) -> String {
@@ -109,6 +109,26 @@ pub fn significant(value: f64, digits: usize) -> String {
     }
 }
 
+/// Six decimals, exponent form where they take more than `width` characters.
+pub fn column(value: f64, width: usize) -> String {
+    let fixed = format!("{value:.6}");
+    match fixed.len() <= width {
+        true => fixed,
+        // Sign, point and `e+308`.
+        false => exponent_form(value, width.saturating_sub(8)),
+    }
+}
+
+/// One line without control characters: a name from a file may hold anything, a terminal would obey it.
+pub fn printable(text: &str) -> String {
+    let clean = |c: char| match c {
+        '\n' | '\r' | '\t' => ' ',
+        c if c.is_control() => '?',
+        c => c,
+    };
+    text.chars().map(clean).collect()
+}
+
 /// Scientific notation with a sign and at least two digits in the exponent: `2.6300e-02`.
 pub fn exponent_form(value: f64, decimals: usize) -> String {
     if !value.is_finite() {
@@ -216,5 +236,22 @@ mod tests {
         assert_eq!(exponent_form(0.0263, 4), "2.6300e-02");
         assert_eq!(exponent_form(-1.5e120, 2), "-1.50e+120");
         assert_eq!(exponent_form(0.0, 4), "0.0000e+00");
+    }
+
+    #[test]
+    fn a_column_keeps_its_width() {
+        assert_eq!(column(38.870444, 15), "38.870444");
+        assert_eq!(column(-0.000001, 15), "-0.000001");
+        assert_eq!(column(12345678.123456, 15), "12345678.123456");
+        assert_eq!(column(970_391_233_872.0, 15), "9.7039123e+11");
+        for value in [f64::MAX, f64::MIN, f64::MIN_POSITIVE, 123_456_789.5, -99_999_999.5] {
+            let text = column(value, 15);
+            assert!(text.len() <= 15, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_name_is_one_printable_line() {
+        assert_eq!(printable("a\nb\r\tc\x1b[2Jd\u{7f}e\u{9b}漢"), "a b  c?[2Jd?e?漢");
     }
 }

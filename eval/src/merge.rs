@@ -3,6 +3,9 @@
 //! Windows are put back in scoring order and summed as the evaluation sums them, so negative log-likelihoods agree bit for
 //! bit. Order statistics of a comparison need every position, which reports do not hold: they are `null` in the result.
 //! Times are the sums over shards.
+//!
+//! Shards belong together when protocol, settings and the identities of model, texts and reference agree. Paths may differ
+//! from machine to machine, and so may the build, which a note then says; the result has those of shard 0.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,14 +15,16 @@ use serde_json::Value;
 use crate::aggregate::Aggregate;
 use crate::evaluate::{KlResults, KlSource};
 use crate::report::{
-    Denominators, DomainReport, KlReport, OverallReport, Report, ReportError, StreamReport, WindowReport, kl_report,
-    rate,
+    Build, Denominators, DomainReport, KlReport, OverallReport, Report, ReportError, StreamReport, WindowReport,
+    kl_report, rate,
 };
 use crate::statistics::{KlDetail, Sums, coverage_note};
 use crate::uncertainty::{Block, Uncertainty};
 
-/// Settings that may differ between shards without changing what was measured.
-const MAY_DIFFER: [&str; 10] = [
+/// Fields that may differ between shards without changing what was measured: where things lie, and settings of the machine.
+const MAY_DIFFER: [&str; 12] = [
+    "path",
+    "source",
     "device",
     "devices",
     "device_name",
@@ -31,30 +36,54 @@ const MAY_DIFFER: [&str; 10] = [
     "ngram_ram_bytes",
     "ngram_hot_profile",
 ];
+/// Most missing shards that a message names.
+const MOST_NAMED: usize = 8;
 
 /// Why reports cannot be joined.
 #[derive(Debug, thiserror::Error)]
 pub enum MergeError {
-    /// A report covers the whole corpus already.
-    #[error("report {0} is not the report of a shard")]
-    NotAShard(usize),
-    /// Shards are missing or occur twice.
-    #[error("{count} shards are needed, each once; these are {found:?}")]
-    Shards {
+    /// There is nothing to join.
+    #[error("there is no report to merge")]
+    Nothing,
+    /// The runs were cut into different numbers of shards.
+    #[error("{first:?} is shard {of_first} and {second:?} is shard {of_second}; they belong to different runs")]
+    Counts {
+        /// A report.
+        first: PathBuf,
+        /// Its share.
+        of_first: String,
+        /// Another report.
+        second: PathBuf,
+        /// Its share.
+        of_second: String,
+    },
+    /// A shard occurs twice.
+    #[error("{first:?} and {second:?} are both shard {shard}; every shard is needed once")]
+    Twice {
+        /// A report.
+        first: PathBuf,
+        /// Another report.
+        second: PathBuf,
+        /// Their share.
+        shard: String,
+    },
+    /// Shards are missing.
+    #[error("of the {count} shards these are missing: {}", named(.missing))]
+    Missing {
         /// Number of shards.
         count: u64,
-        /// Indices found, ascending.
-        found: Vec<u64>,
+        /// The first of those that are missing, ascending.
+        missing: Vec<u64>,
     },
     /// Two shards belong to different runs.
-    #[error("`{field}` differs between shard {first} and shard {second}; they belong to different runs")]
+    #[error("`{field}` differs between {first:?} and {second:?}; they belong to different runs")]
     Differs {
         /// Path of the field.
         field: String,
-        /// A shard.
-        first: u64,
-        /// Another shard.
-        second: u64,
+        /// A report.
+        first: PathBuf,
+        /// Another report.
+        second: PathBuf,
     },
     /// The windows of a stream do not add up.
     #[error("stream `{stream}`: window {window} is missing, doubled or in the wrong shard")]
@@ -72,28 +101,37 @@ pub enum MergeError {
     Report(#[from] ReportError),
 }
 
-/// Joins the reports of all shards, in any order.
+fn named(missing: &[u64]) -> String {
+    let names: Vec<String> = missing.iter().take(MOST_NAMED).map(u64::to_string).collect();
+    let more = if missing.len() > MOST_NAMED { ", ..." } else { "" };
+    format!("{}{more}", names.join(", "))
+}
+
+/// Index and number of shards; a report that was not cut is the only one of its run.
+fn shard(report: &Report) -> (u64, u64) {
+    report.shard.as_ref().map_or((0, 1), |shard| (shard.index, shard.count))
+}
+
+/// Joins the reports of all shards, in any order, each with the file it was read from. A report that covers everything is
+/// returned as it is.
 ///
 /// # Errors
-/// When the reports are not all shards of one run.
-pub fn merge(mut parts: Vec<Report>) -> Result<Report, MergeError> {
-    let shard = |(i, part): (usize, &Report)| part.shard.clone().ok_or(MergeError::NotAShard(i));
-    let shards = parts.iter().enumerate().map(shard).collect::<Result<Vec<_>, _>>()?;
-    let count = shards.iter().map(|s| s.count).max().unwrap_or(0);
-    let mut found: Vec<u64> = shards.iter().map(|s| s.index).collect();
-    found.sort_unstable();
-    if count == 0 || !found.iter().copied().eq(0..count) || shards.iter().any(|s| s.count != count) {
-        return Err(MergeError::Shards { count, found });
-    }
-    parts.sort_by_key(|part| part.shard.as_ref().map(|s| s.index));
-    for (i, part) in parts.iter().enumerate().skip(1) {
-        if let Some(field) = difference(&parts[0], part)? {
+/// When the reports are not all shards of one run; the message names the files.
+pub fn merge(mut files: Vec<(PathBuf, Report)>) -> Result<Report, MergeError> {
+    files.sort_by_key(|(_, part)| shard(part));
+    check_shards(&files)?;
+    for (path, part) in &files[1..] {
+        if let Some(field) = difference(&files[0].1, part)? {
             return Err(MergeError::Differs {
                 field,
-                first: 0,
-                second: i as u64,
+                first: files[0].0.clone(),
+                second: path.clone(),
             });
         }
+    }
+    let mut parts: Vec<Report> = files.into_iter().map(|(_, part)| part).collect();
+    if parts.len() == 1 {
+        return Ok(parts.remove(0));
     }
 
     let mut joined = Joined::default();
@@ -130,6 +168,7 @@ pub fn merge(mut parts: Vec<Report>) -> Result<Report, MergeError> {
     if let Some(kl) = &kl_divergence {
         notes.extend(coverage_note(&kl.detail.figures, kl.reference_top_tokens));
     }
+    notes.extend(build_note(&parts));
     let mut timing = parts[0].timing.clone();
     let seconds = |value: fn(&Report) -> f64| parts.iter().map(value).sum::<f64>();
     timing.load_seconds = seconds(|r| r.timing.load_seconds);
@@ -160,11 +199,64 @@ pub fn merge(mut parts: Vec<Report>) -> Result<Report, MergeError> {
     Ok(merged)
 }
 
+/// Checks that sorted reports are every shard of one count, each once.
+fn check_shards(files: &[(PathBuf, Report)]) -> Result<(), MergeError> {
+    let Some((_, first)) = files.first() else {
+        return Err(MergeError::Nothing);
+    };
+    let named = |(index, count): (u64, u64)| format!("{index}/{count}");
+    for ((first, a), (second, b)) in files.iter().zip(&files[1..]) {
+        let (first, second) = (first.clone(), second.clone());
+        let (a, b) = (shard(a), shard(b));
+        if a.1 != b.1 {
+            let (of_first, of_second) = (named(a), named(b));
+            return Err(MergeError::Counts {
+                first,
+                of_first,
+                second,
+                of_second,
+            });
+        }
+        if a == b {
+            let shard = named(a);
+            return Err(MergeError::Twice { first, second, shard });
+        }
+    }
+    let (_, count) = shard(first);
+    let mut found = files.iter().map(|(_, part)| shard(part).0).peekable();
+    let absent = (0..count).filter(|index| found.next_if_eq(index).is_none());
+    let missing: Vec<u64> = absent.take(MOST_NAMED + 1).collect();
+    match missing.is_empty() {
+        true => Ok(()),
+        false => Err(MergeError::Missing { count, missing }),
+    }
+}
+
+/// Said when the shards were scored by different builds.
+fn build_note(parts: &[Report]) -> Option<String> {
+    let describe = |part: &Report| {
+        let Build {
+            name,
+            version,
+            commit,
+            target,
+            features,
+        } = &part.build;
+        let known = [commit, target].into_iter().flatten().cloned();
+        let details: Vec<String> = known.chain(features.iter().cloned()).collect();
+        format!("{name} {version} ({})", details.join(", "))
+    };
+    let mut builds: Vec<String> = parts.iter().map(describe).collect();
+    builds.sort_unstable();
+    builds.dedup();
+    (builds.len() > 1).then(|| format!("the shards were scored by different builds: {}", builds.join("; ")))
+}
+
 /// The first field of the circumstances that differs.
 fn difference(a: &Report, b: &Report) -> Result<Option<String>, MergeError> {
     let json = |report: &Report| serde_json::to_value(report).map_err(ReportError::from);
     let (a, b) = (json(a)?, json(b)?);
-    for part in ["schema_version", "metric", "build", "artifact", "corpus", "execution"] {
+    for part in ["schema_version", "metric", "artifact", "corpus", "execution"] {
         if let Some(field) = first_difference(part, &a[part], &b[part]) {
             return Ok(Some(field));
         }
@@ -173,8 +265,8 @@ fn difference(a: &Report, b: &Report) -> Result<Option<String>, MergeError> {
     if rows(&a) != rows(&b) {
         return Ok(Some("denominators.softmax_rows".into()));
     }
-    let kl = &[
-        "reference",
+    let kl = [
+        "reference_sha256",
         "reference_kind",
         "reference_top_tokens",
         "reference_provenance",
@@ -187,7 +279,7 @@ fn difference(a: &Report, b: &Report) -> Result<Option<String>, MergeError> {
     }
     let streams = |report: &Value| report["streams"].as_array().cloned().unwrap_or_default();
     let (a, b) = (streams(&a), streams(&b));
-    let identity = ["id", "domain", "path", "sha256", "tokens_sha256", "input_tokens"];
+    let identity = ["id", "domain", "sha256", "tokens_sha256", "input_tokens"];
     if a.len() != b.len() {
         return Ok(Some("streams".into()));
     }
@@ -288,6 +380,7 @@ fn joined_kl(kl: &KlReport, head_error: Option<f64>, streams: &[StreamReport], j
     let results = KlResults {
         source: KlSource {
             path: PathBuf::from(&kl.reference),
+            sha256: kl.reference_sha256.clone(),
             kind: kl.reference_kind,
             top_tokens: kl.reference_top_tokens,
             head_error,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::corpus::CorpusPlan;
 use crate::divergence::Position;
 use crate::evaluate::{EvaluateError, Job, KlSource, Options, ReferenceKind, SaveLogits, SaveTopTokens, all_jobs};
-use crate::files::{PendingFile, absolute, check_apart};
+use crate::files::{PendingFile, absolute, check_apart, sketch_sha256};
 use crate::fingerprint::fingerprint;
 use crate::hidden::{self, SaveHidden};
 use crate::llama_base::{self, LlamaBaseError, Shape};
@@ -23,6 +23,8 @@ pub(crate) struct Files<'a> {
     save: Option<top_tokens::Writer>,
     save_k: usize,
     reference: Option<Reference<'a>>,
+    /// Which file is compared with.
+    reference_sha256: Option<String>,
     logits_out: Option<llama_base::Writer>,
     logits_reference: Option<llama_base::Reader>,
     save_hidden: Option<hidden::Writer>,
@@ -121,6 +123,13 @@ impl<'a> Files<'a> {
             public_tokens,
             ..Self::default()
         };
+        if let Some((path, _)) = reference(options) {
+            let sha256 = sketch_sha256(path).map_err(|source| TopTokenError::Io {
+                path: path.to_owned(),
+                source,
+            })?;
+            files.reference_sha256 = Some(sha256);
+        }
         if let Some(path) = &options.kl_reference {
             let mut reader = top_tokens::Reader::open(path)?;
             reader.check_run(plan, public_tokens)?;
@@ -143,7 +152,7 @@ impl<'a> Files<'a> {
         if options.logits_out.is_some() || options.logits_reference.is_some() {
             let [stream] = &plan.streams[..] else {
                 return Err(EvaluateError::Combination(
-                    "a logit base holds one text; score one text at a time",
+                    "a logit base holds one stream; score one at a time",
                 ));
             };
             if plan.protocol.kind() != WindowKind::LlamaChunks {
@@ -236,17 +245,15 @@ impl<'a> Files<'a> {
 
     /// What is compared with.
     pub(crate) fn source(&self, options: &Options) -> Result<Option<KlSource>, EvaluateError> {
-        let (path, kind) = match (&options.kl_reference, &options.logits_reference, &options.kl_hidden) {
-            (Some(path), _, _) => (path, ReferenceKind::TopTokens),
-            (_, Some(path), _) => (path, ReferenceKind::LogitBase),
-            (_, _, Some(path)) => (path, ReferenceKind::HiddenStates),
-            (None, None, None) => return Ok(None),
+        let Some((path, kind)) = reference(options) else {
+            return Ok(None);
         };
         let top_tokens = self.reference.as_ref().map(|reference| &reference.reader);
         let hidden = self.hidden_reference.as_ref();
         let of_states = hidden.and_then(|reference| reference.reader.provenance());
         Ok(Some(KlSource {
             path: resolve(path)?,
+            sha256: self.reference_sha256.clone(),
             kind,
             top_tokens: top_tokens.map(|reader| reader.header().top_k),
             head_error: hidden.map(|reference| reference.head_error),
@@ -427,6 +434,24 @@ impl<'a> Files<'a> {
 fn tokens_file(path: &Path) -> impl FnOnce(std::io::Error) -> EvaluateError {
     let path = path.to_owned();
     |source| EvaluateError::TokensFile { path, source }
+}
+
+/// What a run is compared with.
+fn reference(options: &Options) -> Option<(&Path, ReferenceKind)> {
+    let Options {
+        kl_reference,
+        logits_reference,
+        kl_hidden,
+        ..
+    } = options;
+    let by_kind = [
+        (kl_reference, ReferenceKind::TopTokens),
+        (logits_reference, ReferenceKind::LogitBase),
+        (kl_hidden, ReferenceKind::HiddenStates),
+    ];
+    by_kind
+        .into_iter()
+        .find_map(|(path, kind)| Some((path.as_deref()?, kind)))
 }
 
 /// `path` made absolute.

@@ -9,6 +9,7 @@ use common::ToyScorer;
 use perplexity_eval::compare::{CompareError, compare};
 use perplexity_eval::corpus::CorpusPlan;
 use perplexity_eval::evaluate::{Options, SaveTopTokens, evaluate};
+use perplexity_eval::gate::{Tolerances, Verdict, judge};
 use perplexity_eval::report::{Report, RunInfo, Settings};
 use perplexity_eval::uncertainty::ClusterKind;
 use perplexity_eval::windows::{Protocol, WindowKind};
@@ -212,6 +213,15 @@ fn reports_of_this_program_are_compared_with_their_divergences() {
     let delta = report["kl_divergence"]["mean_delta_nll"].as_f64().unwrap();
     assert!((result.mean_nll.difference - delta).abs() < 1e-9);
 
+    // The same reference elsewhere, and another one under its name.
+    let copy = folder.join("copy");
+    fs::copy(&reference, &copy).unwrap();
+    let elsewhere = run(folder, "with-copy", 2, &tokens, Some(&copy));
+    assert!(compare(&exact, &elsewhere).unwrap().kl_divergence.is_some());
+    fs::copy(run(folder, "ref-3", 3, &tokens, None).with_file_name("top"), &reference).unwrap();
+    let elsewhere = run(folder, "with-another", 2, &tokens, Some(&reference));
+    assert!(compare(&exact, &elsewhere).unwrap().kl_divergence.is_none());
+
     let shifted: Vec<u32> = tokens.iter().map(|t| (t + 1) % 37).collect();
     let elsewhere = run(folder, "elsewhere", 1, &shifted, None);
     match compare(&exact, &elsewhere) {
@@ -223,6 +233,62 @@ fn reports_of_this_program_are_compared_with_their_divergences() {
         }
         other => panic!("{other:?}"),
     }
+}
+
+#[test]
+fn a_report_of_this_program_is_checked_as_shards_are() {
+    let folder = Folder::new();
+    let tokens: Vec<u32> = (0..90).map(|i| i * 7 % 37).collect();
+    let reference = run(folder.0.path(), "ref", 1, &tokens, None).with_file_name("top");
+    let path = run(folder.0.path(), "good", 2, &tokens, Some(&reference));
+    let good: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    for (place, field, value) in [
+        ("", "schema_version", json!(7)),
+        ("/overall", "scored_tokens", json!(1_000_000)),
+        ("/overall", "perplexity", json!(2.0)),
+        ("/streams/0/windows/0", "input_end", json!(17)),
+        ("/streams/0/windows/0", "first_target", json!(3)),
+        ("/streams/0/windows/0", "mean_nll", json!(0.0)),
+        ("/kl_divergence", "positions", json!(3)),
+        ("/kl_divergence", "mean_kl", json!(0.0)),
+    ] {
+        let mut other = good.clone();
+        other.pointer_mut(place).unwrap()[field] = value;
+        let bad = folder.write("bad.json", &other);
+        for (a, b) in [(&path, &bad), (&bad, &path)] {
+            let message = compare(a, b).unwrap_err().to_string();
+            assert!(message.contains("bad.json: `") && message.contains(field), "{message}");
+        }
+    }
+    let mut other = good.clone();
+    other["overall"]["scored_tokens"] = json!(1e30);
+    other["timing"].as_object_mut().unwrap().remove("load_seconds");
+    let message = compare(&path, &folder.write("bad.json", &other))
+        .unwrap_err()
+        .to_string();
+    assert!(message.contains("bad.json: not a report of schema 6: "), "{message}");
+}
+
+#[test]
+fn no_window_is_no_agreement() {
+    let folder = Folder::new();
+    let tokens: Vec<u32> = (0..9).collect();
+    let protocol = Protocol::new(WindowKind::Sliding, 16, 8).unwrap();
+    let streams = [("a", &tokens[..]), ("b", &tokens[3..])].map(|(id, t)| (id.to_owned(), "d".to_owned(), t.to_vec()));
+    let plan = CorpusPlan::from_tokens("c", protocol, streams).unwrap();
+    let options = Options {
+        shard: "2/3".parse().unwrap(),
+        ..Options::default()
+    };
+    let results = evaluate(&plan, &mut ToyScorer::new(40, 3.0, 1), &options, &mut ()).unwrap();
+    let report = Report::build(&plan, &results, RunInfo::default());
+    assert_eq!(report.denominators.windows, 0);
+    report.write(folder.0.path()).unwrap();
+    let path = folder.0.path().join("report.json");
+    let result = compare(&path, &path).unwrap();
+    assert!(!result.identical);
+    let verdict = judge(&result, &Tolerances::default()).unwrap();
+    assert!(matches!(verdict, Verdict::Inconclusive(_)), "{verdict}");
 }
 
 #[test]
@@ -265,6 +331,20 @@ fn absurd_numbers_are_refused_with_file_and_field() {
             message.contains(&format!("bad.json: `{field}` ")),
             "{pointer}: {message}"
         );
+    }
+    for (version, expected) in [(0, false), (3, true), (4, true), (5, false), (7, false), (100, false)] {
+        let mut other = good.clone();
+        other["schema_version"] = json!(version);
+        let result = compare(&first, &folder.write("bad.json", &other)).map_err(|error| error.to_string());
+        match result {
+            Ok(_) => assert!(expected, "{version}"),
+            Err(message) => {
+                assert!(
+                    !expected && message.ends_with(&format!("`schema_version` is {version}, expected 3, 4 or 6")),
+                    "{message}"
+                );
+            }
+        }
     }
     // As many tokens as the format can state, consistently.
     let mut other = good.clone();

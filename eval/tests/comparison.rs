@@ -465,7 +465,7 @@ fn logit_bases_give_the_full_divergence_within_their_codes() {
         },
         &mut (),
     );
-    assert!(sliding.unwrap_err().to_string().contains("holds one text"));
+    assert!(sliding.unwrap_err().to_string().contains("holds one stream"));
     let saving = Options {
         logits_out: Some(SaveLogits {
             path: folder.path().join("new"),
@@ -558,7 +558,7 @@ fn hidden_states_give_the_whole_divergence_in_both_directions() {
         let results = run(&plan(), &mut scorer, options);
         Report::build(&plan(), &results, RunInfo::default())
     });
-    let merged = perplexity_eval::merge::merge(parts.collect()).unwrap();
+    let merged = common::merge(parts.collect()).unwrap();
     let figures = merged.kl_divergence.unwrap().detail.figures;
     assert!((figures.mean_reverse_kl.unwrap() - kl.overall.figures.mean_reverse_kl.unwrap()).abs() < 1e-12);
 }

@@ -4,10 +4,10 @@ mod common;
 
 use std::path::Path;
 
-use common::ToyScorer;
+use common::{ToyScorer, merge};
 use perplexity_eval::corpus::CorpusPlan;
 use perplexity_eval::evaluate::{Options, SaveTopTokens, evaluate};
-use perplexity_eval::merge::{MergeError, merge};
+use perplexity_eval::merge::MergeError;
 use perplexity_eval::report::{Report, RunInfo};
 use perplexity_eval::windows::{Protocol, WindowKind};
 use serde_json::{Value, json};
@@ -72,18 +72,65 @@ fn shards_in_any_order_give_the_whole_bit_for_bit() {
 }
 
 #[test]
-fn a_comparison_is_merged_up_to_its_order_statistics() {
+fn a_run_that_was_not_cut_is_its_own_merge() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("ref");
-    let save_top_tokens = Some(SaveTopTokens {
-        path: path.clone(),
-        per_position: 6,
-    });
+    let whole = run("0/1", 2, Some(&reference(&folder.path().join("ref"), 1)));
+    // Order statistics included, which shards do not have.
+    assert_eq!(merge(vec![whole.clone()]).unwrap(), whole);
+}
+
+/// A recorded reference of the toy with this seed.
+fn reference(path: &Path, seed: u64) -> std::path::PathBuf {
     let options = Options {
-        save_top_tokens,
+        save_top_tokens: Some(SaveTopTokens {
+            path: path.into(),
+            per_position: 6,
+        }),
         ..Options::default()
     };
-    evaluate(&plan(), &mut ToyScorer::new(40, 3.0, 1), &options, &mut ()).unwrap();
+    evaluate(&plan(), &mut ToyScorer::new(40, 3.0, seed), &options, &mut ()).unwrap();
+    path.into()
+}
+
+#[test]
+fn shards_of_several_machines_are_one_run_by_what_they_read_not_by_where_it_lies() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let here = reference(&at("ref"), 1);
+    std::fs::copy(&here, at("copy")).unwrap();
+    let first = run("0/2", 2, Some(&here));
+    let mut second = run("1/2", 2, Some(&at("copy")));
+    second.artifact.path = "/mnt/model".into();
+    second.corpus.source = "/mnt/manifest.json".into();
+    second.streams[0].path = "/mnt/a".into();
+    second.execution.settings.device_name = Some("another".into());
+    let same_build = merge(vec![second.clone(), first.clone()]).unwrap();
+    assert_eq!(same_build.notes.len(), 1, "the coverage alone: {:?}", same_build.notes);
+    second.build.version = "2".into();
+    let merged = merge(vec![second, first.clone()]).unwrap();
+    assert_eq!(
+        (&merged.artifact.path, &merged.corpus.source),
+        (&first.artifact.path, &first.corpus.source)
+    );
+    assert_eq!(merged.build, first.build);
+    let note = merged.notes.last().unwrap();
+    assert!(
+        note.starts_with("the shards were scored by different builds: "),
+        "{note}"
+    );
+    // Another reference under the same name.
+    reference(&here, 3);
+    let message = merge(vec![first, run("1/2", 2, Some(&here))]).unwrap_err().to_string();
+    assert_eq!(
+        message,
+        "`kl_divergence.reference_sha256` differs between \"part0\" and \"part1\"; they belong to different runs"
+    );
+}
+
+#[test]
+fn a_comparison_is_merged_up_to_its_order_statistics() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = reference(&folder.path().join("ref"), 1);
     let whole = run("0/1", 2, Some(&path));
     let merged = merge((0..3).map(|i| run(&format!("{i}/3"), 2, Some(&path))).collect()).unwrap();
     let (a, b) = (merged.kl_divergence.unwrap(), whole.kl_divergence.unwrap());
@@ -114,20 +161,27 @@ fn a_comparison_is_merged_up_to_its_order_statistics() {
 fn what_is_no_complete_set_of_shards_is_refused() {
     let part = |shard: &str| run(shard, 1, None);
     let message = |parts: Vec<Report>| merge(parts).unwrap_err().to_string();
-    assert_eq!(message(vec![part("0/1")]), "report 0 is not the report of a shard");
     assert_eq!(
         message(vec![part("0/3"), part("2/3")]),
-        "3 shards are needed, each once; these are [0, 2]"
+        "of the 3 shards these are missing: 1"
     );
     assert_eq!(
-        message(vec![part("0/2"), part("0/2")]),
-        "2 shards are needed, each once; these are [0, 0]"
+        message(vec![part("19/20")]),
+        "of the 20 shards these are missing: 0, 1, 2, 3, 4, 5, 6, 7, ..."
     );
-    assert!(matches!(
-        merge(vec![part("0/2"), part("1/3")]),
-        Err(MergeError::Shards { .. })
-    ));
-    assert!(matches!(merge(vec![]), Err(MergeError::Shards { count: 0, .. })));
+    assert_eq!(
+        message(vec![part("0/2"), part("1/2"), part("0/2")]),
+        "\"part0\" and \"part2\" are both shard 0/2; every shard is needed once"
+    );
+    assert_eq!(
+        message(vec![part("0/2"), part("1/3"), part("2/3")]),
+        "\"part0\" is shard 0/2 and \"part1\" is shard 1/3; they belong to different runs"
+    );
+    assert_eq!(
+        message(vec![part("0/2"), part("0/1")]),
+        "\"part1\" is shard 0/1 and \"part0\" is shard 0/2; they belong to different runs"
+    );
+    assert!(matches!(merge(vec![]), Err(MergeError::Nothing)));
     let with = |change: fn(&mut Report)| {
         let mut other = part("1/2");
         change(&mut other);
@@ -135,17 +189,15 @@ fn what_is_no_complete_set_of_shards_is_refused() {
     };
     assert_eq!(
         with(|r| r.execution.settings.kv_dtype = "int8".into()),
-        "`execution.kv_dtype` differs between shard 0 and shard 1; they belong to different runs"
+        "`execution.kv_dtype` differs between \"part0\" and \"part1\"; they belong to different runs"
     );
     assert!(with(|r| r.streams[1].tokens_sha256 = "0".into()).starts_with("`streams[1].tokens_sha256` differs"));
     assert_eq!(
         with(|r| r.streams[0].windows.retain(|w| w.index != 3)),
         "stream `a`: window 3 is missing, doubled or in the wrong shard"
     );
-    // Machines may differ.
-    let mut elsewhere = part("1/2");
-    elsewhere.execution.settings.device_name = Some("another".into());
-    assert!(merge(vec![part("0/2"), elsewhere]).is_ok());
+    assert!(with(|r| r.streams[1].sha256 = "0".into()).starts_with("`streams[1].sha256` differs"));
+    assert!(with(|r| r.artifact.header_sha256 = Some("0".into())).starts_with("`artifact.header_sha256` differs"));
     // So may what changes no score, wherever it is set; what does is named.
     let with_option = |name: &str, of: [usize; 2]| {
         let mut parts = [part("0/2"), part("1/2")];
@@ -211,15 +263,7 @@ fn a_report_with_a_window_removed_is_refused() {
 #[test]
 fn absurd_numbers_in_a_report_name_their_field() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("ref");
-    let options = Options {
-        save_top_tokens: Some(SaveTopTokens {
-            path: path.clone(),
-            per_position: 6,
-        }),
-        ..Options::default()
-    };
-    evaluate(&plan(), &mut ToyScorer::new(40, 3.0, 1), &options, &mut ()).unwrap();
+    let path = reference(&folder.path().join("ref"), 1);
     let good = run("0/1", 2, Some(&path));
     let first = "streams[0].windows[1]";
     for (place, field, value) in [
@@ -243,6 +287,9 @@ fn absurd_numbers_in_a_report_name_their_field() {
         ("overall", "scored_tokens", json!(7)),
         ("overall", "mean_nll", json!(null)),
         ("kl_divergence", "positions", json!(1)),
+        ("kl_divergence", "mean_kl", json!(0.0)),
+        ("domains[1].kl_divergence", "top1_agreement", json!(0.5)),
+        ("streams[0].kl_divergence", "mean_reverse_kl", json!(0.5)),
         ("denominators", "bytes", json!(u64::MAX)),
         ("execution", "stride_tokens", json!(7)),
         ("execution", "context_tokens", json!(1)),

@@ -147,3 +147,54 @@ fn the_table_has_fixed_columns() {
             .contains("context/stride: 4/4 (disjoint windows)\n")
     );
 }
+
+/// The table of a report.
+fn table(report: &Report) -> String {
+    let mut out = Vec::new();
+    table::write(&mut out, report, Path::new("r")).unwrap();
+    String::from_utf8(out).unwrap()
+}
+
+#[test]
+fn columns_of_large_numbers_stay_apart() {
+    let mut report = run(WindowKind::Sliding, 6);
+    let figures = &mut report.overall.figures;
+    figures.scored_tokens = u64::MAX;
+    figures.mean_nll = Some(38.870_443_760_709_97);
+    figures.perplexity = Some(76_070_997_391_233_872.0);
+    report.domains[0].figures.perplexity = Some(f64::MAX);
+    report.domains[0].domain = "a domain whose name is longer than its column".into();
+    let text = table(&report);
+    let rows: Vec<&str> = text.lines().skip(5).take(2).collect();
+    let words: Vec<&str> = rows[1].split_whitespace().collect();
+    assert_eq!(words, ["overall", "18446744073709551615", "38.870444", "7.6070997e+16"]);
+    let expected = format!("its column {:>15} {:>15} {:>15}", 9, "1.250000", "1.7976931e+308");
+    assert!(rows[0].ends_with(&expected), "{text}");
+}
+
+#[test]
+fn a_table_holds_no_control_characters() {
+    let mut report = run(WindowKind::Sliding, 6);
+    let lines = table(&report).lines().count();
+    report.artifact.name = "a\n\x1b[31mRED".into();
+    report.corpus.id = "c\r\x1b[2J".into();
+    report.corpus.mode = "m\x07".into();
+    report.domains[0].domain = "two\nlines\u{9b}".into();
+    report.notes.push("n\n\x1b]0;title\x07".into());
+    let text = table(&report);
+    assert!(!text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
+    assert_eq!(text.lines().count(), lines + 1);
+    assert!(text.contains("\nartifact: a ?[31mRED\n"), "{text}");
+}
+
+#[test]
+fn the_interval_says_what_is_resampled() {
+    let report = run(WindowKind::Sliding, 6);
+    let text = table(&report);
+    let line = text
+        .lines()
+        .find(|line| line.starts_with("ppl standard error: "))
+        .unwrap();
+    assert!(line.contains(" windows of one stream); 95 % interval "), "{line}");
+    assert!(line.ends_with(" (windows resampled)"), "{line}");
+}

@@ -5,10 +5,9 @@ mod common;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use common::ToyScorer;
+use common::{ToyScorer, merge};
 use perplexity_eval::corpus::{CorpusPlan, CorpusText};
 use perplexity_eval::evaluate::{Options, SaveTopTokens, evaluate};
-use perplexity_eval::merge::merge;
 use perplexity_eval::report::{Build, Report, RunInfo, Settings};
 use perplexity_eval::top_tokens::Provenance;
 use perplexity_eval::windows::{Protocol, WindowKind};

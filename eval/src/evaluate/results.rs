@@ -62,6 +62,8 @@ pub enum ReferenceKind {
 pub struct KlSource {
     /// Absolute path of the reference.
     pub path: PathBuf,
+    /// Which file it is: [`sketch_sha256`](crate::files::sketch_sha256).
+    pub sha256: Option<String>,
     /// What it holds.
     pub kind: ReferenceKind,
     /// Its tokens per position; `None` for whole rows.

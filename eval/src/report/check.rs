@@ -2,7 +2,8 @@
 //! the others.
 //!
 //! - Ranges: a window holds exactly the tokens that protocol, stream length and shard give it, so a missing one is noticed.
-//! - Sums: windows add up to their stream, streams to domains and to the whole, each with the figures that follow from a sum.
+//! - Sums: windows add up to their stream, streams to domains and to the whole, each with the figures that follow from a sum;
+//!   so do the means of a comparison.
 //! - Magnitudes: a log-probability is a finite f32 of at most 0 (but for rounding), a share lies in `[0, 1]`, a time is no
 //!   negative number. Within these bounds no sum over any report overflows.
 
@@ -11,7 +12,7 @@ use std::collections::BTreeMap;
 use super::{Figures, Report, SCHEMA_VERSION, StreamReport, WindowReport};
 use crate::aggregate::{Aggregate, LOGPROB_ROUNDING};
 use crate::shard::Shard;
-use crate::statistics::{KlDetail, KlFigures};
+use crate::statistics::{self, KlDetail, KlFigures};
 use crate::windows::{Protocol, WindowPlan};
 
 /// Most seconds that are believed, some thirty thousand years.
@@ -121,10 +122,25 @@ pub(crate) fn check_kl(at: &str, kl: &KlFigures, positions: u64) -> Checked {
     )
 }
 
-fn check_detail(at: &str, kl: Option<&KlDetail>, positions: u64) -> Checked {
+/// Checks a comparison against the sums of its windows.
+fn check_detail(at: &str, kl: Option<&KlDetail>, sums: &statistics::Sums, positions: u64) -> Checked {
     let Some(kl) = kl else { return Ok(()) };
     let at = format!("{at}kl_divergence");
     check_kl(&at, &kl.figures, positions)?;
+    let (found, expected) = (&kl.figures, sums.figures());
+    for (field, found, expected) in [
+        ("mean_kl", found.mean_kl, expected.mean_kl),
+        ("top1_agreement", found.top1_agreement, expected.top1_agreement),
+        ("mean_delta_nll", found.mean_delta_nll, expected.mean_delta_nll),
+        (
+            "mean_reference_top_mass",
+            found.mean_reference_top_mass,
+            expected.mean_reference_top_mass,
+        ),
+    ] {
+        near(&at, field, Some(found), Some(expected))?;
+    }
+    near(&at, "mean_reverse_kl", found.mean_reverse_kl, expected.mean_reverse_kl)?;
     let contexts = kl.by_context.iter().map(|bucket| &bucket.figures);
     let confidences = kl.by_confidence.iter().map(|bucket| &bucket.figures);
     for (field, buckets) in [
@@ -174,8 +190,30 @@ fn check_figures(at: &str, found: &Figures, sum: &Aggregate) -> Checked {
 #[derive(Default)]
 struct Sums {
     number: u64,
-    overall: Aggregate,
-    domains: BTreeMap<String, Aggregate>,
+    overall: Part,
+    domains: BTreeMap<String, Part>,
+}
+
+/// Sums of some windows and of their comparisons.
+#[derive(Default)]
+struct Part {
+    nll: Aggregate,
+    kl: statistics::Sums,
+}
+
+impl Part {
+    fn add(&mut self, at: &str, window: &WindowReport) -> Checked {
+        let sum = self.nll.plus(window.figures.aggregate());
+        self.nll = or_fault(sum.ok_or("overflows the sum of all windows"), at, "scored_tokens")?;
+        if let Some(kl) = &window.kl_divergence {
+            self.kl.merge(&statistics::Sums::of_figures(kl));
+        }
+        Ok(())
+    }
+
+    fn check_detail(&self, at: &str, kl: Option<&KlDetail>) -> Checked {
+        check_detail(at, kl, &self.kl, self.nll.scored_tokens)
+    }
 }
 
 impl Report {
@@ -229,12 +267,13 @@ impl Report {
         for (i, (domain, (name, sum))) in self.domains.iter().zip(&sums.domains).enumerate() {
             let at = format!("domains[{i}]");
             equal(&at, "domain", &domain.domain, name)?;
-            check_figures(&at, &domain.figures, sum)?;
-            check_detail(&format!("{at}."), domain.kl_divergence.as_ref(), sum.scored_tokens)?;
+            check_figures(&at, &domain.figures, &sum.nll)?;
+            sum.check_detail(&format!("{at}."), domain.kl_divergence.as_ref())?;
         }
-        check_figures("overall", &self.overall.figures, &sums.overall)?;
-        let positions = sums.overall.scored_tokens;
-        check_detail("", self.kl_divergence.as_ref().map(|kl| &kl.detail), positions)?;
+        check_figures("overall", &self.overall.figures, &sums.overall.nll)?;
+        let positions = sums.overall.nll.scored_tokens;
+        sums.overall
+            .check_detail("", self.kl_divergence.as_ref().map(|kl| &kl.detail))?;
         let sum = |value: fn(&StreamReport) -> u64| self.streams.iter().map(|s| u128::from(value(s))).sum::<u128>();
         let found = &self.denominators;
         for (field, found, expected) in [
@@ -260,35 +299,34 @@ impl Sums {
         let of_shard = shard.below(begin + plan.len() as u64) - shard.below(begin);
         equal(at, "windows", stream.windows.len() as u64, of_shard)?;
         self.number += plan.len() as u64;
-        let mut sum = Aggregate::default();
+        let mut sum = Part::default();
         // Windows of the run that come before the first of this stream's.
         let skipped = shard.below(begin);
         for (i, window) in (0u64..).zip(&stream.windows) {
             let at = format!("{at}.windows[{i}]");
             let index = (skipped + i) * shard.count() + shard.index() - begin;
-            let part = check_window(&at, window, plan, index)?;
-            sum = plus(&at, sum, part)?;
-            self.overall = plus(&at, self.overall, part)?;
+            check_window(&at, window, plan, index)?;
+            sum.add(&at, window)?;
+            self.overall.add(&at, window)?;
             near(
                 &at,
                 "running_mean_nll",
                 Some(window.running_mean_nll),
-                self.overall.mean_nll(),
+                self.overall.nll.mean_nll(),
             )?;
         }
         for window in &stream.windows {
-            let domain = self.domains.entry(stream.domain.clone()).or_default();
-            *domain = plus(at, *domain, window.figures.aggregate())?;
+            self.domains.entry(stream.domain.clone()).or_default().add(at, window)?;
         }
-        check_figures(at, &stream.figures, &sum)?;
-        let unscored = stream.input_tokens.saturating_sub(sum.scored_tokens);
+        check_figures(at, &stream.figures, &sum.nll)?;
+        let unscored = stream.input_tokens.saturating_sub(sum.nll.scored_tokens);
         equal(at, "unscored_tokens", stream.unscored_tokens, unscored)?;
         seconds(at, "seconds", stream.seconds)?;
-        check_detail(&format!("{at}."), stream.kl_divergence.as_ref(), sum.scored_tokens)
+        sum.check_detail(&format!("{at}."), stream.kl_divergence.as_ref())
     }
 }
 
-fn check_window(at: &str, found: &WindowReport, plan: &WindowPlan, index: u64) -> Result<Aggregate, ReportFault> {
+fn check_window(at: &str, found: &WindowReport, plan: &WindowPlan, index: u64) -> Checked {
     let window = plan.window(index as usize);
     for (field, found, expected) in [
         ("index", found.index, index),
@@ -310,15 +348,7 @@ fn check_window(at: &str, found: &WindowReport, plan: &WindowPlan, index: u64) -
     if let Some(kl) = &found.kl_divergence {
         check_kl(&format!("{at}.kl_divergence"), kl, sum.scored_tokens)?;
     }
-    Ok(sum)
-}
-
-fn plus(at: &str, sum: Aggregate, part: Aggregate) -> Result<Aggregate, ReportFault> {
-    or_fault(
-        sum.plus(part).ok_or("overflows the sum of all windows"),
-        at,
-        "scored_tokens",
-    )
+    Ok(())
 }
 
 fn size(at: &str, field: &str, value: u64) -> Result<usize, ReportFault> {

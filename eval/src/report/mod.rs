@@ -288,6 +288,7 @@ pub(crate) fn kl_report(kl: &KlResults, overall: &Aggregate) -> KlReport {
     KlReport {
         definition: definition.into(),
         reference: kl.source.path.display().to_string(),
+        reference_sha256: kl.source.sha256.clone(),
         reference_kind: kl.source.kind,
         reference_top_tokens: kl.source.top_tokens,
         reference_head_error: kl.source.head_error,

@@ -490,6 +490,9 @@ pub struct KlReport {
     pub definition: String,
     /// Absolute path of the reference.
     pub reference: String,
+    /// SHA-256 of its length and of its first and last MiB.
+    #[serde(default)]
+    pub reference_sha256: Option<String>,
     /// What the reference holds of each position.
     #[serde(default)]
     pub reference_kind: ReferenceKind,

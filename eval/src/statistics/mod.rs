@@ -305,7 +305,7 @@ fn delta_p(ascending: &[f64]) -> DeltaP {
     let at = |q| quantile_or_zero(ascending, q);
     DeltaP {
         mean: ascending.iter().sum::<f64>() / n + 0.0,
-        rms: (ascending.iter().map(|d| d * d).sum::<f64>() / n).sqrt(),
+        rms: (ascending.iter().map(|d| d * d).sum::<f64>() / n + 0.0).sqrt(),
         min: at(0.0),
         p01: at(0.01),
         p05: at(0.05),

@@ -2,7 +2,15 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
+use perplexity_eval::merge::MergeError;
+use perplexity_eval::report::Report;
 use perplexity_eval::scorer::{CausalScorer, ScoreError, ScoreRequest, WindowScores, WindowTokens};
+
+/// Joins reports that were read from `part0`, `part1`, ...
+pub fn merge(parts: Vec<Report>) -> Result<Report, MergeError> {
+    let named = |(i, part)| (format!("part{i}").into(), part);
+    perplexity_eval::merge::merge(parts.into_iter().enumerate().map(named).collect())
+}
 
 /// A scorer whose next-token logits are a pure function of the token before, the context length and a seed.
 pub struct ToyScorer {
