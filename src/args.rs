@@ -3,6 +3,7 @@
 //! Long options only. A later occurrence of a single-value option replaces an earlier one.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use perplexity_eval::shard::Shard;
@@ -37,7 +38,8 @@ Examples:
 Exit codes:
   0  done
   1  the work failed: a damaged or unsuitable file, a model or device at fault; for `gate` also a verdict other than accept
-  2  wrong usage: options that do not fit, a named file that does not exist or is no regular file, an output in the way";
+  2  wrong usage: options that do not fit, a named file or mode that does not exist, a file that is no regular one, an output
+     in the way";
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -138,10 +140,10 @@ pub(crate) struct InputArgs {
 #[command(next_help_heading = "Protocol")]
 pub(crate) struct ProtocolArgs {
     /// Tokens of a window, at least 2 [default: 4096; the demo: 1024]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) context: Option<u32>,
     /// Tokens a window advances by, from 1 to context - 1 [default: 2048; the demo: 512]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) stride: Option<u32>,
     /// Back-to-back windows, each scored from its second token; a partial last window is dropped and --stride is not used
     #[arg(long)]
@@ -150,7 +152,7 @@ pub(crate) struct ProtocolArgs {
     #[arg(long, conflicts_with = "disjoint")]
     pub(crate) llama_chunks: bool,
     /// Score only the first N windows of every stream
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) chunks: Option<u32>,
     /// Score only windows I, I + N, I + 2N, ... of the run, counted from 0; join the N reports with `merge`
     #[arg(long, value_name = "I/N")]
@@ -164,7 +166,7 @@ pub(crate) struct DeviceArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto", allow_negative_numbers = true)]
     pub(crate) device: String,
     /// CPU threads [default: one per core]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) threads: Option<u32>,
     /// Windows per forward pass: a number or auto, on a card as many as fit and fill it
     #[arg(long, value_name = "N", default_value = "auto", allow_negative_numbers = true)]
@@ -239,10 +241,10 @@ pub(crate) struct RouteArgs {
     /// Tokens per prefill pass and window, a multiple of 128; whole waves of prompt attention with int8, nvfp4, fp8 and k8v4 KV
     /// [default: 1024; on a card 4096; Qwen3.8-Flash-Next: 16384; --lossless and --reference: the whole window, and they refuse
     /// less]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) prefill_chunk: Option<u32>,
     /// Tokens of such a wave, a multiple of 128 [default: 128 floor(170 / heads), the card of published figures]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) attention_wave: Option<u32>,
     /// normal: bf16 at the model's boundaries; exact: float32 without rounding in between [default: normal]
     #[arg(long, value_name = "ROUTE")]
@@ -289,20 +291,27 @@ pub(crate) enum A4Rounding {
 #[command(next_help_heading = "RoPE")]
 pub(crate) struct RopeArgs {
     /// YaRN at a fixed factor, from 1 to 4; windows may be that many times the native one, at most 1048576 [default: 1]
-    #[arg(long, value_name = "F", allow_negative_numbers = true, conflicts_with_all = ["rope_yarn", "rope_scaling_factor"])]
+    #[arg(
+        long,
+        value_name = "F",
+        allow_negative_numbers = true,
+        conflicts_with_all = ["rope_yarn", "rope_scaling_factor"],
+        value_parser = decimal
+    )]
     pub(crate) rope_yarn_factor: Option<f64>,
     /// YaRN at factor context / native window, where that is above 1
     #[arg(long, conflicts_with = "rope_scaling_factor")]
     pub(crate) rope_yarn: bool,
     /// Positions past the original context advance by 1 / F, from 1 to 32; windows up to 4 times the native one [default: 1]
-    #[arg(long, value_name = "F", allow_negative_numbers = true)]
+    #[arg(long, value_name = "F", allow_negative_numbers = true, value_parser = decimal)]
     pub(crate) rope_scaling_factor: Option<f64>,
     /// The last position that keeps its angles [default: the native window]
     #[arg(
         long,
         value_name = "N",
         allow_negative_numbers = true,
-        requires = "rope_scaling_factor"
+        requires = "rope_scaling_factor",
+        value_parser = digits::<u32>
     )]
     pub(crate) rope_scaling_original_context: Option<u32>,
 }
@@ -319,10 +328,10 @@ pub(crate) struct ComparisonArgs {
     /// Write each window's tokens, targets and fingerprint as JSON
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) save_tokens: Option<PathBuf>,
-    /// Record all logits as a base file of llama-perplexity; needs --text and --llama-chunks
+    /// Record all logits as a base file of llama-perplexity; needs one stream and --llama-chunks
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "llama_chunks")]
     pub(crate) save_logits: Option<PathBuf>,
-    /// Full KL divergence of this run from such a base file; needs --text and --llama-chunks
+    /// Full KL divergence of this run from such a base file; needs one stream and --llama-chunks
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "llama_chunks")]
     pub(crate) kl_base: Option<PathBuf>,
     /// Record each position's final hidden state, for --kl-hidden; the log states the size first (2 bytes per value in route
@@ -373,7 +382,7 @@ pub(crate) struct ConvertArgs {
     #[arg(long, value_name = "NAME")]
     pub(crate) name: Option<String>,
     /// CPU threads [default: one per core]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) threads: Option<u32>,
     #[command(flatten)]
     pub(crate) log: LogArgs,
@@ -390,19 +399,19 @@ pub(crate) struct SynthArgs {
     #[arg(long, value_name = "NAME|FILE")]
     pub(crate) recipe: Option<String>,
     /// Number of layers; every fourth is full attention [default: the geometry's]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) layers: Option<u32>,
     /// Least rows of each of the 16 heads of an n-gram table; published are 20000000, 52.4 GB [default: 1000000]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) ngram_base: Option<u32>,
     /// Chooses the weights [default: 0]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = digits::<u64>)]
     pub(crate) seed: Option<u64>,
     /// The artifact or checkpoint whose tokenizer to use [default: the demo model]
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     pub(crate) tokenizer: Option<PathBuf>,
     /// CPU threads [default: one per core]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) threads: Option<u32>,
     #[command(flatten)]
     pub(crate) log: LogArgs,
@@ -417,19 +426,19 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto", allow_negative_numbers = true)]
     pub(crate) device: String,
     /// CPU threads [default: one per core]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) threads: Option<u32>,
     /// Tokens of a window, one measurement each
-    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1024")]
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1024", value_parser = digits::<u32>)]
     pub(crate) context: Vec<u32>,
     /// Windows per forward pass, one measurement each
-    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1")]
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1", value_parser = digits::<u32>)]
     pub(crate) batch: Vec<u32>,
     /// Representation of stored keys and values; repeat it for one measurement each [default: bf16]
     #[arg(long, value_name = "SPEC")]
     pub(crate) kv_dtype: Vec<String>,
     /// Tokens per prefill pass, a multiple of 128 [default: 1024]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) prefill_chunk: Option<u32>,
     /// Numerical route, as of a scoring run
     #[arg(long, value_name = "ROUTE", default_value = "normal")]
@@ -441,7 +450,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "SIZE")]
     pub(crate) memory_budget: Option<String>,
     /// Timed runs of each measurement, after one that is not timed; the median counts
-    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = digits::<u32>)]
     pub(crate) runs: u32,
     /// Print JSON
     #[arg(long)]
@@ -498,11 +507,30 @@ pub(crate) struct GateArgs {
     #[arg(value_name = "FAST", value_hint = ValueHint::FilePath)]
     pub(crate) fast: PathBuf,
     /// Harmless growth of the mean divergence, relative to the exact run's [default: 0.05]
-    #[arg(long, value_name = "SHARE", allow_negative_numbers = true)]
+    #[arg(long, value_name = "SHARE", allow_negative_numbers = true, value_parser = decimal)]
     pub(crate) relative_kl: Option<f64>,
     /// Harmless change of the mean negative log-likelihood in nats [default: 0.001]
-    #[arg(long, value_name = "NATS", allow_negative_numbers = true)]
+    #[arg(long, value_name = "NATS", allow_negative_numbers = true, value_parser = decimal)]
     pub(crate) nll: Option<f64>,
     #[command(flatten)]
     pub(crate) log: LogArgs,
+}
+
+/// A whole number as digits alone.
+///
+/// # Errors
+/// On a sign, any other character, and a number beyond the type.
+pub(crate) fn digits<T: FromStr>(text: &str) -> Result<T, String> {
+    let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+    let number = digits.then(|| text.parse().ok()).flatten();
+    number.ok_or_else(|| format!("expected a whole number below 2^{}, digits alone", 8 * size_of::<T>()))
+}
+
+/// A number with a decimal point or without.
+///
+/// # Errors
+/// On a leading `+`, which whole numbers do not have either, and on what is no number.
+pub(crate) fn decimal(text: &str) -> Result<f64, &'static str> {
+    let number = (!text.starts_with('+')).then(|| text.parse().ok()).flatten();
+    number.ok_or("expected a number, without a plus sign")
 }

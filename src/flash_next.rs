@@ -16,6 +16,8 @@ use perplexity_model::qwen4_exp::{FlashNextOptions, Statistics, volume_path};
 use perplexity_model::route::Route;
 use perplexity_model::source::TextSource;
 
+use crate::args::digits;
+
 /// Tokens per prefill pass unless asked otherwise: a pass reads nearly every expert, however short it is.
 pub(crate) const PREFILL_CHUNK: usize = 16_384;
 /// Positions per tile of the output head, in float32 in every route.
@@ -58,7 +60,8 @@ pub(crate) struct FlashNextArgs {
         long,
         value_name = "N",
         allow_negative_numbers = true,
-        conflicts_with = "no_ngram_table"
+        conflicts_with = "no_ngram_table",
+        value_parser = digits::<u32>
     )]
     ngram_io_depth: Option<u32>,
     /// MiB for rows kept in memory: those last read, or those of ram-hot [default: disk 0, ram-hot 4096]
@@ -66,7 +69,8 @@ pub(crate) struct FlashNextArgs {
         long,
         value_name = "N",
         allow_negative_numbers = true,
-        conflicts_with = "no_ngram_table"
+        conflicts_with = "no_ngram_table",
+        value_parser = digits::<u32>
     )]
     ngram_ram_mib: Option<u32>,
     /// The rows to keep with ram-hot, a text with one row number per line, the most wanted first
@@ -96,7 +100,7 @@ pub(crate) struct FlashNextArgs {
 fn cache_mib(typed: &str) -> Result<u32, &'static str> {
     match typed {
         "auto" => Ok(DEFAULT_CACHE_MIB),
-        number => number.parse().map_err(|_| "expected a number of MiB, or auto"),
+        number => digits(number).map_err(|_| "expected a number of MiB, or auto"),
     }
 }
 

@@ -112,7 +112,7 @@ fn run(cli: Cli, log: &Log) -> Result<(), Failure> {
         }
         Some(Command::Man { dir: Some(dir) }) => std::fs::create_dir_all(&dir)
             .and_then(|()| clap_mangen::generate_to(Cli::command(), &dir))
-            .map_err(Failure::failed),
+            .map_err(|error| Failure::failed(format!("cannot write the manual pages into {}: {error}", dir.display()))),
         None => {
             let options = ScoreOptions::resolve(&cli.score, &working_directory()?)?;
             print(&score::run(&options, log)?)
@@ -121,7 +121,7 @@ fn run(cli: Cli, log: &Log) -> Result<(), Failure> {
 }
 
 fn working_directory() -> Result<PathBuf, Failure> {
-    std::env::current_dir().map_err(Failure::failed)
+    std::env::current_dir().map_err(|error| Failure::failed(format!("cannot find the working directory: {error}")))
 }
 
 /// Limits the CPU threads that every computation shares; one per core without a limit.
@@ -144,7 +144,9 @@ pub(crate) fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, Failure> {
 fn print(text: &[u8]) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::failed(error)),
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(Failure::failed(format!("cannot write standard output: {error}")))
+        }
         _ => Ok(()),
     }
 }

@@ -11,6 +11,7 @@ use perplexity_model::route::Route;
 use perplexity_model::source::TextSource;
 
 use crate::Failure;
+use crate::args::decimal;
 use crate::kv::KvCache;
 use crate::options::{Device, ScoreOptions, UsageError};
 use crate::prefill::Prefill;
@@ -63,7 +64,7 @@ pub(crate) fn budget(typed: Option<&str>, device: Device) -> Result<Option<u64>,
         "GiB" => Some(1073741824.0),
         _ => None,
     };
-    let size = digits.parse::<f64>().ok().zip(unit).map(|(number, unit)| number * unit);
+    let size = decimal(digits).ok().zip(unit).map(|(number, unit)| number * unit);
     match size.filter(|size| (1.0..1e18).contains(size)) {
         Some(size) => Ok(Some(size as u64)),
         None => Err(MemoryError::NoSize { value: text.to_owned() }),

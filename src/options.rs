@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use perplexity_eval::evaluate::{self, EvaluateError, SaveLogits, SaveTopTokens};
 use perplexity_eval::files::{self, FilesError, Named, irregular};
 use perplexity_eval::hidden::{Precision, SaveHidden};
+use perplexity_eval::manifest::ManifestError;
 use perplexity_eval::output::{self, OutputError};
 use perplexity_eval::report::FILE_NAME;
 use perplexity_eval::windows::{Protocol, WindowError, WindowKind};
@@ -15,7 +16,7 @@ use perplexity_eval::windows::{Protocol, WindowError, WindowKind};
 use perplexity_model::config::TextConfig;
 use perplexity_model::route::Route;
 
-use crate::args::ScoreArgs;
+use crate::args::{ScoreArgs, digits};
 use crate::flash_next::{self, FlashNext, FlashNextUsageError};
 use crate::kv::{KvCache, KvUsageError};
 use crate::memory::{self, MemoryError};
@@ -108,6 +109,8 @@ pub(crate) enum UsageError {
     Windows(#[from] WindowError),
     #[error(transparent)]
     Output(#[from] OutputError),
+    #[error("--mode: {0}")]
+    Mode(ManifestError),
     #[error(transparent)]
     Comparison(#[from] EvaluateError),
 }
@@ -278,6 +281,7 @@ impl ScoreOptions {
         }
         if let Some(path) = &options.output {
             output::check(path)?;
+            options.check_directory(path)?;
         }
         let evaluation = &options.evaluation;
         let flash_next = &args.flash_next;
@@ -301,8 +305,21 @@ impl ScoreOptions {
         };
         options.check_apart(&[text])?;
         files::check_folders(&options.outputs())?;
+        if let Some(SaveLogits { path, .. }) = options.evaluation.logits_out.as_ref().filter(|save| save.path.exists())
+        {
+            let (role, path) = ("--save-logits", path.clone());
+            return Err(FilesError::Exists { role, path }.into());
+        }
         options.evaluation.check()?;
         Ok(options)
+    }
+
+    /// Refuses outputs beside the report that would be in the way of its directory.
+    ///
+    /// # Errors
+    /// The first output that would.
+    pub(crate) fn check_directory(&self, directory: &Path) -> Result<(), FilesError> {
+        files::check_directory(directory, &self.outputs())
     }
 
     /// The options with the defaults of the model at hand.
@@ -419,7 +436,7 @@ pub(crate) fn device(text: &str) -> Result<Device, UsageError> {
         value: text.to_owned(),
         expected: "ndarray, flex, cuda:N, vulkan:N or auto".to_owned(),
     };
-    let index = |digits: &str| digits.parse::<usize>().map_err(|_| unknown());
+    let index = |text: &str| digits(text).map_err(|_| unknown());
     let device = match text {
         "auto" if cfg!(feature = "flex") => Device::Flex,
         "auto" | "ndarray" => Device::NdArray,
@@ -463,14 +480,18 @@ pub(crate) fn threads(typed: Option<u32>) -> Result<Option<NonZeroUsize>, UsageE
 
 /// Windows per forward pass; `None` for `auto`.
 fn batch(text: &str) -> Result<Option<NonZeroUsize>, UsageError> {
-    let unknown = |_| UsageError::UnknownValue {
+    let unknown = || UsageError::UnknownValue {
         option: "--batch",
         value: text.to_owned(),
         expected: "auto or a number of windows, at least 1".to_owned(),
     };
     match text {
         "auto" => Ok(None),
-        _ => text.parse().map(Some).map_err(unknown),
+        _ => digits(text)
+            .ok()
+            .and_then(NonZeroUsize::new)
+            .map(Some)
+            .ok_or_else(unknown),
     }
 }
 

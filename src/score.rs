@@ -1,18 +1,19 @@
 //! A scoring run, in the order that finds a mistake before the expensive part: texts, configuration and tokenizer, windows,
 //! output directory, weights, scores, report.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime};
 
-use perplexity_eval::corpus::{CorpusPlan, CorpusText};
+use perplexity_eval::corpus::{CorpusError, CorpusPlan, CorpusText};
 use perplexity_eval::evaluate::{self, Evaluation, Progress, Results, Snapshot, StreamResult, Totals};
 use perplexity_eval::files::Named;
 use perplexity_eval::hidden::{self, SaveHidden};
 use perplexity_eval::humanize::{bytes, duration};
+use perplexity_eval::manifest::ManifestError;
 use perplexity_eval::output::{self, OutputDirectory, OutputError, RunName};
 use perplexity_eval::report::{Artifact, Build, Report, RunInfo, Settings};
-use perplexity_eval::resume::{self, Resumable, State};
+use perplexity_eval::resume::{self, Dropped, Resumable, State};
 use perplexity_eval::scorer::{CausalScorer, RowVisitor, ScoreError, ScoreRequest, WindowScores, WindowTokens};
 use perplexity_eval::top_tokens::Provenance;
 use perplexity_eval::{progress, table};
@@ -135,6 +136,7 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         let identity = resume::identity(&plan, &artifact, &settings, &evaluation);
         (path.clone(), identity)
     });
+    let output = output_path(options, &plan, &model.name, &signature)?;
     let prepared = evaluate::prepare(&plan, &evaluation, softmax_rows).map_err(Failure::failed)?;
     if let Some(SaveHidden { path, precision, .. }) = &evaluation.save_hidden {
         let header = hidden::Header::of(&plan, hidden_size, *precision, softmax_rows);
@@ -146,10 +148,10 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         ));
     }
     let state = match &state {
-        Some((path, identity)) => Some(State::open(path, identity).map_err(Failure::failed)?),
+        Some((path, identity)) => Some(open_state(path, identity, log)?),
         None => None,
     };
-    let directory = output_directory(options, &plan, &model.name, &signature).map_err(Failure::failed)?;
+    let directory = claim(options, &output)?;
     let load = Instant::now();
     log.info(format_args!("loading weights | {}", bytes(model.bytes)));
     let mut load_options = load_options;
@@ -204,6 +206,23 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     Ok(table)
 }
 
+/// The state file of the run, and what of it had to be dropped.
+fn open_state(path: &Path, identity: &str, log: &Log) -> Result<State, Failure> {
+    let state = State::open(path, identity).map_err(Failure::failed)?;
+    let (batches, name) = (state.recorded_batches(), path.display());
+    match state.dropped() {
+        Some(Dropped { begin, bytes, damaged: true }) => log.warning(format_args!(
+            "{name} is damaged at byte {begin}: it and the {bytes} bytes from there on are dropped and scored again; the \
+             {batches} batches before are sound"
+        )),
+        Some(Dropped { bytes, .. }) => log.info(format_args!(
+            "{name} ends within a batch: its {bytes} bytes are dropped and scored again"
+        )),
+        None => {}
+    }
+    Ok(state)
+}
+
 /// Scores what was prepared; with a state file from where it ends. The file stays until the report is written.
 fn evaluate_plan<'a>(
     prepared: Evaluation<'_>,
@@ -244,7 +263,10 @@ fn read(input: &Input) -> Result<CorpusText, Failure> {
         Input::Corpus { manifest, mode } => CorpusText::from_manifest(manifest, mode),
         Input::Text(path) => CorpusText::from_text(path),
     }
-    .map_err(Failure::failed)
+    .map_err(|error| match error {
+        CorpusError::Manifest(unknown @ ManifestError::UnknownMode { .. }) => UsageError::Mode(unknown).into(),
+        other => Failure::failed(other),
+    })
 }
 
 /// Refuses outputs that would replace a text or a file of the model, which only now are known.
@@ -270,15 +292,10 @@ fn check_apart(options: &ScoreOptions, text: &CorpusText, source: &dyn TextSourc
     Ok(options.check_apart(&others)?)
 }
 
-/// What is asked for, or a new directory named after the run.
-fn output_directory(
-    options: &ScoreOptions,
-    plan: &CorpusPlan,
-    name: &str,
-    signature: &str,
-) -> Result<OutputDirectory, OutputError> {
+/// The directory that is asked for, or one named after the run; no other output is in its way.
+fn output_path(options: &ScoreOptions, plan: &CorpusPlan, name: &str, signature: &str) -> Result<PathBuf, UsageError> {
     if let Some(path) = &options.output {
-        return OutputDirectory::claim(path);
+        return Ok(path.clone());
     }
     let shard = options.evaluation.shard;
     let mode = match shard.is_whole() {
@@ -292,7 +309,21 @@ fn output_directory(
         corpus_id: &plan.id,
         mode: &mode,
     };
-    OutputDirectory::create(&output::default_directory(&run, SystemTime::now()))
+    let path = output::default_directory(&run, SystemTime::now());
+    options.check_directory(&path)?;
+    Ok(path)
+}
+
+fn claim(options: &ScoreOptions, path: &Path) -> Result<OutputDirectory, Failure> {
+    let claimed = match options.output {
+        Some(_) => OutputDirectory::claim(path),
+        None => OutputDirectory::create(path),
+    };
+    // What is in the way is wrong usage; what the system refuses is not.
+    claimed.map_err(|error| match error {
+        OutputError::Io { .. } => Failure::failed(error),
+        in_the_way => UsageError::Output(in_the_way).into(),
+    })
 }
 
 fn load_model(device: Device, source: &dyn TextSource, options: &ScorerOptions) -> Result<Adapter, Failure> {

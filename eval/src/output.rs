@@ -30,7 +30,7 @@ pub enum OutputError {
         path: PathBuf,
     },
     /// The system refuses.
-    #[error("cannot use the output directory {path}: {source}", path = path.display())]
+    #[error("cannot use the output directory {path}: {source}; name another with --output", path = path.display())]
     Io {
         /// The directory.
         path: PathBuf,

@@ -455,3 +455,151 @@ fn a_volume_in_the_way_is_noticed_first_and_one_left_incomplete_is_taken_over() 
         assert_eq!(volumes[0], volumes[1], "{line}");
     }
 }
+
+#[test]
+fn outputs_are_not_in_the_way_of_the_reports_directory() {
+    let dir = Dir::new();
+    dir.file("a.txt", TEXT);
+    std::fs::create_dir(dir.path("empty")).unwrap();
+    for option in ["--save-top-tokens", "--save-tokens", "--save-hidden", "--resume"] {
+        for (file, directory) in [
+            ("o", "o"),
+            ("o", "./x/../o"),
+            ("o", "o/p"),
+            ("o", "o/p/q"),
+            ("empty/f", "empty"),
+        ] {
+            let line = format!("MODEL --text a.txt --output {directory} {option} {file}");
+            refused(
+                &dir,
+                &line,
+                &format!("{option} {file:?} and the output directory {directory:?} are in"),
+            );
+        }
+        // The directory that is named after the run lies there.
+        let line = format!("MODEL --text a.txt {option} profiles");
+        refused(
+            &dir,
+            &line,
+            "\"profiles\" and the output directory \"profiles/perplexity/dense/",
+        );
+    }
+    let line = "MODEL --text a.txt --context 8 --llama-chunks --output o/p --save-logits o";
+    refused(&dir, line, "are in each other's way");
+    assert_eq!(dir.files(), ["a.txt"]);
+    assert_eq!(
+        std::fs::read_dir(dir.path("")).unwrap().count(),
+        2,
+        "the text and the empty folder"
+    );
+    // Side by side is fine.
+    let run = run(
+        &dir,
+        "MODEL --text a.txt --output o --save-top-tokens o.bin --save-tokens oo",
+    );
+    assert_eq!(run.code, 0, "{}", run.stderr);
+}
+
+#[test]
+fn an_output_that_is_a_directory_is_noticed_first() {
+    let dir = Dir::new();
+    dir.file("a.txt", TEXT);
+    for name in ["d", "e.partial", "f.tmp"] {
+        std::fs::create_dir(dir.path(name)).unwrap();
+    }
+    for option in ["--save-top-tokens", "--save-tokens", "--save-hidden", "--resume"] {
+        for (file, found) in [("d", "d"), ("e", "e.partial"), ("f", "f.tmp")] {
+            let line = format!("MODEL --text a.txt --output o {option} {file}");
+            refused(&dir, &line, &format!("{option} {found:?} is a directory; name a file"));
+        }
+    }
+    assert_eq!(dir.files(), ["a.txt"]);
+    assert!(!dir.path("o").exists());
+}
+
+#[test]
+fn an_unknown_mode_and_a_logit_base_in_the_way_are_wrong_usage() {
+    let dir = Dir::new();
+    manifest(&dir, "");
+    refused(
+        &dir,
+        "MODEL --corpus manifest.json --mode slow",
+        "--mode: the manifest has no mode `slow`; it has full, quick",
+    );
+    dir.file("base", "hours of work");
+    let line = "MODEL --text data/a.txt --context 8 --llama-chunks --save-logits base";
+    refused(&dir, line, "--save-logits \"base\" exists already");
+    assert_eq!(std::fs::read_to_string(dir.path("base")).unwrap(), "hours of work");
+}
+
+#[test]
+fn names_from_files_send_nothing_to_the_terminal() {
+    let dir = Dir::new();
+    dir.file("data/a.txt", TEXT);
+    dir.file(
+        "manifest.json",
+        r#"{"corpus_id":"c\u001b[2J","streams":[{"id":"s\u0007","domain":"d\ne\u001b[31m","path":"data/a.txt"}],
+            "modes":{"quick":["s\u0007"],"full":["s\u0007"]}}"#,
+    );
+    let checkpoint = byte_model();
+    let args = [
+        "convert",
+        checkpoint.to_str().unwrap(),
+        "m.ninfer",
+        "--recipe",
+        "q8",
+        "--name",
+    ];
+    let converted = dir.run(args.into_iter().chain(["a\n\x1b[31mRED"]));
+    assert_eq!(converted.code, 0, "{}", converted.stderr);
+    let run = run(&dir, "m.ninfer --corpus manifest.json --output o");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let controls = |text: &str| text.chars().any(|c| c.is_control() && c != '\n');
+    assert!(!controls(&run.stdout) && !controls(&run.stderr), "{run:?}");
+    assert!(run.stdout.contains("\nartifact: a ?[31mRED\n"), "{}", run.stdout);
+    assert!(run.stdout.contains("\nd e?[31m "), "{}", run.stdout);
+    let inspected = dir.run(["inspect", "m.ninfer"]);
+    assert!(!controls(&inspected.stdout), "{:?}", inspected.stdout);
+    assert!(
+        inspected.stdout.contains("name          a ?[31mRED\n"),
+        "{}",
+        inspected.stdout
+    );
+    // As data they are what they are.
+    let report = read_report(&dir.path("o"));
+    assert_eq!(report["artifact"]["name"], "a\n\x1b[31mRED");
+    let compared = dir.run(["compare", "o/report.json", "o/report.json"]);
+    assert!(compared.code == 0 && !controls(&compared.stdout), "{compared:?}");
+    assert!(compared.stdout.contains("\nd e?[31m "), "{}", compared.stdout);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_result_that_cannot_be_written_names_its_place() {
+    let dir = Dir::new();
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_burn-perplexity"))
+        .args(["man"])
+        .stdout(full)
+        .output()
+        .unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr.starts_with("error: cannot write standard output: "), "{stderr}");
+    let run = dir.run(["man", "--dir", "/proc"]);
+    assert_eq!(run.code, 1);
+    let words = "error: cannot write the manual pages into /proc: ";
+    assert!(run.stderr.starts_with(words), "{}", run.stderr);
+    // Where the default directory would be is a file.
+    dir.file("profiles", "a file");
+    let text = dir.file("a.txt", TEXT);
+    let run = dir.score(&byte_model(), &text, "");
+    assert_eq!((run.code, run.stdout.as_str()), (1, ""));
+    assert!(
+        run.stderr
+            .contains("cannot use the output directory profiles/perplexity/")
+            && run.stderr.contains("name another with --output"),
+        "{}",
+        run.stderr
+    );
+}

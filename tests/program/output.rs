@@ -179,6 +179,92 @@ fn the_gate_accepts_equal_bits_and_wants_a_reference_otherwise() {
 }
 
 #[test]
+fn the_gate_accepts_nothing_on_no_evidence() {
+    let dir = Dir::new();
+    let text = dir.file("a.txt", TEXT);
+    let protocol = "--context 16 --stride 8 --log-level error";
+    let saved = dir.score(
+        &byte_model(),
+        &text,
+        &format!("{protocol} --save-top-tokens ref --output saved"),
+    );
+    assert_eq!(saved.code, 0, "{}", saved.stderr);
+    let empty = dir.score(
+        &byte_model(),
+        &text,
+        &format!("{protocol} --kl-reference ref --shard 5/6 --output empty"),
+    );
+    assert_eq!(empty.code, 0, "{}", empty.stderr);
+    assert!(
+        empty
+            .stdout
+            .contains("\nKL divergence from reference: no position was compared\n"),
+        "{}",
+        empty.stdout
+    );
+    assert!(
+        !empty.stdout.contains("agreement") && !empty.stdout.contains("RMS"),
+        "{}",
+        empty.stdout
+    );
+    let run = dir.run(["gate", "empty/report.json", "empty/report.json"]);
+    assert_eq!((run.code, run.stdout.as_str()), (1, ""));
+    let words = "error: inconclusive, more data is needed: the reports hold no scored token";
+    assert!(run.stderr.starts_with(words), "{}", run.stderr);
+    let run = dir.run(["compare", "empty/report.json", "empty/report.json"]);
+    assert!(run.code == 0 && !run.stdout.contains("every window has"), "{run:?}");
+}
+
+#[test]
+fn commands_that_read_reports_check_them_alike() {
+    let dir = Dir::new();
+    let text = dir.file("a.txt", TEXT);
+    dir.report(
+        &byte_model(),
+        &text,
+        &format!(
+            "--context 16 --stride 8 --save-top-tokens {}",
+            dir.path("ref").display()
+        ),
+    );
+    let kl = format!("--context 16 --stride 8 --kl-reference {}", dir.path("ref").display());
+    let good = dir.report(&byte_model(), &text, &kl);
+    dir.file("good.json", good.to_string());
+    for (place, field, value) in [
+        ("", "schema_version", serde_json::json!(7)),
+        ("/overall", "scored_tokens", serde_json::json!(43)),
+        ("/overall", "perplexity", serde_json::json!(2.0)),
+        ("/streams/0/windows/1", "input_end", serde_json::json!(25)),
+        ("/streams/0/windows/1", "first_target", serde_json::json!(7)),
+        ("/streams/0/windows/1", "mean_nll", serde_json::json!(0.0)),
+        ("/kl_divergence", "positions", serde_json::json!(41)),
+    ] {
+        let mut bad = good.clone();
+        bad.pointer_mut(place).unwrap()[field] = value;
+        dir.file("bad.json", bad.to_string());
+        for line in [
+            "compare bad.json good.json",
+            "compare good.json bad.json",
+            "gate good.json bad.json",
+            "merge bad.json --output merged",
+        ] {
+            let run = dir.run(line.split(' '));
+            assert_eq!((run.code, run.stdout.as_str()), (1, ""), "{line} {place}/{field}");
+            let named = run.stderr.contains("bad.json: `") && run.stderr.contains(&format!("{field}` is "));
+            assert!(named, "{line}: {}", run.stderr);
+        }
+    }
+    for line in [
+        "compare good.json good.json",
+        "gate good.json good.json",
+        "merge good.json --output merged",
+    ] {
+        let run = dir.run(line.split(' '));
+        assert_eq!(run.code, 0, "{line}: {}", run.stderr);
+    }
+}
+
+#[test]
 fn two_runs_differ_in_time_only() {
     let dir = Dir::new();
     let text = dir.file("a.txt", TEXT);

@@ -73,15 +73,134 @@ fn merged_shards_are_the_whole_run() {
 
     let run = merge(&reports[..2], "missing");
     assert_eq!((run.code, run.stdout.as_str()), (1, ""));
-    assert!(run.stderr.contains("3 shards are needed, each once"), "{}", run.stderr);
+    assert!(
+        run.stderr.contains("of the 3 shards these are missing: 1"),
+        "{}",
+        run.stderr
+    );
     let other = protocol.replace("int8", "fp8");
     let run = dir.score(&demo_artifact(), &text, &format!("{other} --shard 1/3 --output other"));
     assert_eq!(run.code, 0, "{}", run.stderr);
     reports[2] = "other/report.json".into();
     let run = merge(&reports, "differs");
     assert_eq!((run.code, run.stdout.as_str()), (1, ""));
-    assert!(run.stderr.contains("`execution.kv_dtype` differs"), "{}", run.stderr);
+    let words = "`execution.kv_dtype` differs between \"shard-0/report.json\" and \"other/report.json\"";
+    assert!(run.stderr.contains(words), "{}", run.stderr);
     assert!(!dir.path("missing").exists() && !dir.path("differs").exists());
+}
+
+/// Model, text and reference lie elsewhere on every machine; they are the same by what is in them.
+#[test]
+fn shards_of_machines_with_other_paths_merge() {
+    let dir = Dir::new();
+    let text = std::fs::read(text(&dir)).unwrap();
+    let model = std::fs::read(demo_artifact()).unwrap();
+    let protocol = "--context 64 --stride 32 --log-level error";
+    let saved = dir.score(
+        &demo_artifact(),
+        &dir.path("a.txt"),
+        &format!("{protocol} --save-top-tokens ref.bin --output saved"),
+    );
+    assert_eq!(saved.code, 0, "{}", saved.stderr);
+    let reference = std::fs::read(dir.path("ref.bin")).unwrap();
+    let score = |at: &str, shard: &str, reference: &[u8]| {
+        let model = dir.file(&format!("{at}/m.ninfer"), &model);
+        let text = dir.file(&format!("{at}/texts/a.txt"), &text);
+        dir.file(&format!("{at}/r.bin"), reference);
+        let files = format!("--kv-dtype int8 --kl-reference {at}/r.bin --output {at}/out");
+        let run = dir.score(&model, &text, &format!("{protocol} {files} --shard {shard}"));
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        format!("{at}/out/report.json")
+    };
+    let parts = [score("here", "0/2", &reference), score("there", "1/2", &reference)];
+    let whole = score("alone", "0/1", &reference);
+    let merge = |reports: &[&str], out: &str| {
+        let args = ["merge"].into_iter().chain(reports.iter().copied());
+        dir.run(args.chain(["--output", out]))
+    };
+    let run = merge(&[&parts[1], &parts[0]], "merged");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let [merged, one] = ["merged", "alone/out"].map(|name| read_report(&dir.path(name)));
+    assert_eq!(merged["overall"]["total_nll"], one["overall"]["total_nll"]);
+    assert_eq!(merged["kl_divergence"]["positions"], one["kl_divergence"]["positions"]);
+    // Another build is a note.
+    let mut other = read_report(&dir.path("there/out"));
+    other["build"]["version"] = "0.0.0".into();
+    dir.file("built.json", other.to_string());
+    let run = merge(&["built.json", &parts[0]], "built");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert!(
+        run.stdout
+            .contains("note: the shards were scored by different builds: "),
+        "{}",
+        run.stdout
+    );
+    // Another reference is another run.
+    let mut changed = reference.clone();
+    let provenance = changed.len() - 40;
+    let at = changed[..provenance]
+        .windows(4)
+        .rposition(|bytes| bytes == [0xff; 4])
+        .unwrap()
+        - 1;
+    changed[at] ^= 1;
+    let third = score("third", "1/2", &changed);
+    let run = merge(&[&parts[0], &third], "refused");
+    assert_eq!((run.code, run.stdout.as_str()), (1, ""));
+    assert!(
+        run.stderr
+            .contains("`kl_divergence.reference_sha256` differs between \"here/out/report.json\" and"),
+        "{}",
+        run.stderr
+    );
+    // A run that was not cut is its own merge, and no part of another.
+    let run = merge(&[&whole], "again");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert_eq!(read_report(&dir.path("again")), one);
+    let run = merge(&[&whole, &parts[1]], "mixed");
+    let words = "\"alone/out/report.json\" is shard 0/1 and \"there/out/report.json\" is shard 1/2";
+    assert!(run.code == 1 && run.stderr.contains(words), "{}", run.stderr);
+    let run = merge(&[&parts[0], &parts[1], &parts[0]], "twice");
+    assert!(
+        run.code == 1 && run.stderr.contains("are both shard 0/2"),
+        "{}",
+        run.stderr
+    );
+}
+
+#[test]
+fn a_damaged_state_is_said_and_what_is_sound_of_it_is_used() {
+    let dir = Dir::new();
+    let (text, model) = (text(&dir), demo_artifact());
+    let mut args = vec![model.to_str().unwrap(), "--text", text.to_str().unwrap()];
+    args.extend("--context 32 --stride 2 --batch 1 --output out --resume state".split(' '));
+    kill_in_the_middle(&dir, &args, &dir.path("state"));
+    let state = std::fs::read(dir.path("state")).unwrap();
+    let first = 16 + u32::from_le_bytes(state[12..16].try_into().unwrap()) as usize;
+    let second = first + 32 + u64::from_le_bytes(state[first..first + 8].try_into().unwrap()) as usize;
+    assert!(state.len() > second + 40);
+
+    let mut damaged = state.clone();
+    damaged[second + 40] ^= 1;
+    dir.file("state", &damaged);
+    let run = dir.run(&args);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let words = format!("warning: state is damaged at byte {second}: ");
+    assert!(run.stderr.contains(&words), "{}", run.stderr);
+    assert!(run.stderr.contains("continuing | 1 batches"), "{}", run.stderr);
+    std::fs::remove_file(dir.path("out/report.json")).unwrap();
+
+    dir.file("state", &state[..second + 40]);
+    let run = dir.run(&args);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert!(
+        run.stderr
+            .contains("state ends within a batch: its 40 bytes are dropped")
+            && !run.stderr.contains("warning"),
+        "{}",
+        run.stderr
+    );
+    assert_eq!(dir.files(), ["a.txt", "out/report.json"]);
 }
 
 #[test]

@@ -99,6 +99,38 @@ fn a_logit_base_is_written_for_other_readers_and_read_back() {
 }
 
 #[test]
+fn a_logit_base_holds_the_one_stream_of_a_corpus_as_well() {
+    let dir = Dir::new();
+    text(&dir, 900);
+    let stream = |id: &str| format!(r#"{{"id":"{id}","domain":"d","path":"a.txt"}}"#);
+    let modes = r#"{"quick":["a"],"full":["a","b"]}"#;
+    let manifest = format!(
+        r#"{{"corpus_id":"c","streams":[{},{}],"modes":{modes}}}"#,
+        stream("a"),
+        stream("b")
+    );
+    dir.file("m.json", manifest);
+    let model = demo_artifact();
+    let line = "--log-level error --context 64 --llama-chunks";
+    let score = |further: &str| {
+        let args = std::iter::once(model.to_str().unwrap()).chain(line.split(' '));
+        dir.run(args.chain(further.split(' ')))
+    };
+    for further in [
+        "--corpus m.json --quick --save-logits base --output o",
+        "--text a.txt --save-logits alone",
+    ] {
+        let run = score(further);
+        assert_eq!(run.code, 0, "{}", run.stderr);
+    }
+    let [base, alone] = ["base", "alone"].map(|name| std::fs::read(dir.path(name)).unwrap());
+    assert!(base == alone, "the same text gives the same base");
+    let run = score("--corpus m.json --save-logits two --output p");
+    assert_eq!((run.code, run.stdout.as_str()), (1, ""));
+    assert!(run.stderr.contains("holds one stream"), "{}", run.stderr);
+}
+
+#[test]
 fn hidden_states_of_a_model_against_itself_give_exactly_zero_in_every_route() {
     let dir = Dir::new();
     text(&dir, 600);
