@@ -215,6 +215,9 @@ mod tests {
         other.differences[0].field = "execution.kv_dtype".into();
         let error = judge(&other, &Tolerances::default()).unwrap_err();
         assert_eq!(error, GateError::Settings(vec!["execution.kv_dtype".into()]));
+        // Where the same model lies is no setting.
+        other.differences[0].field = "artifact.path".into();
+        assert!(judge(&other, &Tolerances::default()).is_ok());
     }
 
     #[test]
