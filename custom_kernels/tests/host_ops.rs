@@ -2,6 +2,7 @@
 //! operations on random data of awkward sizes.
 #![cfg(feature = "flex")]
 
+mod random;
 mod vectors;
 
 use burn::tensor::{Tensor, TensorData, activation::silu};
@@ -17,6 +18,7 @@ use perplexity_kernels::ops::{
     swiglu,
 };
 use perplexity_kernels::{EvaluatorBackend, Precision};
+use random::Random;
 
 type B = Flex;
 type Weight = <B as EvaluatorBackend>::Weight;
@@ -25,20 +27,7 @@ type Weight = <B as EvaluatorBackend>::Weight;
 const AWKWARD: [usize; 6] = [1, 63, 64, 65, 127, 129];
 const FULL: Precision = Precision::Full;
 
-/// Deterministic values in `[-scale, scale)`.
-struct Random(u64);
-
 impl Random {
-    fn values(&mut self, count: usize, scale: f32) -> Vec<f32> {
-        let mut next = || {
-            self.0 ^= self.0 << 13;
-            self.0 ^= self.0 >> 7;
-            self.0 ^= self.0 << 17;
-            ((self.0 >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * scale
-        };
-        (0..count).map(|_| next()).collect()
-    }
-
     fn tensor<const D: usize>(&mut self, shape: [usize; D], scale: f32) -> Tensor<B, D> {
         of(self.values(shape.iter().product(), scale), shape)
     }

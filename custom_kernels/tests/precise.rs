@@ -2,6 +2,8 @@
 //! by hand. What they give on a model is held against Hugging Face in the tests of the model.
 #![cfg(feature = "flex")]
 
+mod random;
+
 use burn::tensor::{Tensor, TensorData};
 use burn_flex::Flex;
 use perplexity_kernels::backend::{BlockSelection, DeltaHeads, Expert, HeadRequest, RotaryTable, Routing};
@@ -9,6 +11,7 @@ use perplexity_kernels::evaluation::{Arithmetic, Steps};
 use perplexity_kernels::ops::mixture_of_experts::Mixture;
 use perplexity_kernels::ops::{hyper_connection, ngram_injection, rotary};
 use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
+use random::Random;
 
 type B = Flex;
 
@@ -35,22 +38,9 @@ fn weight(values: Vec<f32>, shape: [usize; 2]) -> <B as EvaluatorBackend>::Weigh
     B::weight(values, shape, Precision::Full, &Default::default())
 }
 
-/// Deterministic values in `[-1, 1)`.
-struct Random(u64);
-
 impl Random {
-    fn values(&mut self, count: usize) -> Vec<f32> {
-        let mut next = || {
-            self.0 ^= self.0 << 13;
-            self.0 ^= self.0 >> 7;
-            self.0 ^= self.0 << 17;
-            (self.0 >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-        };
-        (0..count).map(|_| next()).collect()
-    }
-
     fn tensor<const D: usize>(&mut self, shape: [usize; D]) -> Tensor<B, D> {
-        of(self.values(shape.iter().product()), shape)
+        of(self.values(shape.iter().product(), 1.0), shape)
     }
 }
 
@@ -74,8 +64,8 @@ fn every_operation_is_the_backends_in_f64() {
     for tokens in [1, 5, 63, 66] {
         let x = random.tensor([2, tokens, 37]);
         let residual = random.tensor([2, tokens, 35]);
-        let w = weight(random.values(35 * 37), [35, 37]);
-        let up = weight(random.values(35 * 37), [35, 37]);
+        let w = weight(random.values(35 * 37, 1.0), [35, 37]);
+        let up = weight(random.values(35 * 37, 1.0), [35, 37]);
         assert_near("project", |how| how.project(x.clone(), &w));
         assert_near("project_add", |how| how.project_add(residual.clone(), x.clone(), &w));
         assert_near("swiglu", |how| how.swiglu(x.clone(), &w, &up));
@@ -128,7 +118,7 @@ fn every_operation_is_the_backends_in_f64() {
 #[test]
 fn head_scores_are_the_backends_in_f64() {
     let mut random = Random(5);
-    let head = weight(random.values(300 * 24), [300, 24]);
+    let head = weight(random.values(300 * 24, 1.0), [300, 24]);
     let hidden = random.tensor([70, 24]);
     let targets: Vec<u32> = (0..70).collect();
     let ask = HeadRequest {
@@ -241,7 +231,7 @@ fn mixture_of_experts() {
     for (tokens, experts, top_k, width, inner) in [(1, 1, 1, 1, 1), (5, 7, 3, 33, 17), (65, 16, 4, 40, 24)] {
         let mut matrix = |rows: usize, columns: usize| {
             let values = random
-                .values(rows * columns)
+                .values(rows * columns, 1.0)
                 .into_iter()
                 .map(|value| 0.2 * value)
                 .collect();
@@ -365,7 +355,7 @@ fn operations_between_streams_are_the_backends_in_f64() {
         assert_near("sigmoid norm", |how| {
             how.sigmoid_gated_rms_norm(y.clone(), w.clone(), z.clone(), 1e-6)
         });
-        let router = weight(random.values(13 * width), [13, width]);
+        let router = weight(random.values(13 * width, 1.0), [13, width]);
         let routed = |how: Evaluation| how.route_experts(y.clone(), &router, 4);
         assert_near("routing weights", |how| routed(how).weights);
         let ids = |how| {

@@ -5,6 +5,8 @@
 //! other side of a rounding: nearly all have the same bits, the others are neighbours.
 #![cfg(feature = "cuda")]
 
+mod random;
+
 mod cuda {
     use burn::tensor::{Tensor, TensorData, backend::Backend};
     use perplexity_kernels::EvaluatorBackend;
@@ -15,6 +17,8 @@ mod cuda {
     use perplexity_kernels::ops::rotary;
     use perplexity_kernels::precise::{Host, OUTPUT_TILE, Precise, ROW_TILE, Rounding};
     use perplexity_kernels::precision::Precision::{self, Bf16, F16, Full};
+
+    use crate::random::Random;
 
     type Card = burn::backend::Cuda<f32, i32>;
     type Weight = <Card as EvaluatorBackend>::Weight;
@@ -30,20 +34,7 @@ mod cuda {
         steps.flat_map(|steps| [Full, Bf16, F16].map(|to| Rounding { steps, to }))
     }
 
-    /// Values in `(-scale, scale)`, with all bits of float32.
-    struct Random(u64);
-
     impl Random {
-        fn values(&mut self, count: usize, scale: f32) -> Vec<f32> {
-            let mut next = || {
-                self.0 ^= self.0 << 13;
-                self.0 ^= self.0 >> 7;
-                self.0 ^= self.0 << 17;
-                ((self.0 >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * scale
-            };
-            (0..count).map(|_| next()).collect()
-        }
-
         fn tensor<const D: usize>(&mut self, shape: [usize; D], scale: f32) -> Tensor<Card, D> {
             let values = self.values(shape.iter().product(), scale);
             Tensor::from_data(TensorData::new(values, shape), &Default::default())
