@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum, ValueHint};
 use perplexity_eval::corpus::CorpusPlan;
-use perplexity_eval::files::{Named, PendingFile, TEMPORARY};
+use perplexity_eval::files::{Named, PendingFile, TEMPORARY, same_file};
 use perplexity_eval::report::Settings;
 use perplexity_eval::shard::Shard;
 use perplexity_model::config::TextConfig;
@@ -44,14 +44,9 @@ pub(crate) struct FlashNextArgs {
     #[arg(long, conflicts_with_all = ["ngram_volume", "ngram_table"])]
     no_ngram_table: bool,
     /// Where the table's rows are: disk, in the volume; ram, all of them in memory; ram-hot, those of a profile in memory
-    #[arg(
-        long,
-        value_name = "WHERE",
-        value_enum,
-        default_value = "disk",
-        conflicts_with = "no_ngram_table"
-    )]
-    ngram_residency: TableResidency,
+    /// [default: disk]
+    #[arg(long, value_name = "WHERE", value_enum, conflicts_with = "no_ngram_table")]
+    ngram_residency: Option<TableResidency>,
     /// How rows are read from the volume: mmap, buffered, or direct, past the system's page cache [default: mmap]
     #[arg(long, value_name = "HOW", value_enum, conflicts_with = "no_ngram_table")]
     ngram_io: Option<TableIo>,
@@ -86,8 +81,9 @@ pub(crate) struct FlashNextArgs {
     #[arg(long, conflicts_with = "a16_activations")]
     pub(crate) expert_a4_activations: bool,
     /// Where routed experts are: device, ready for multiplication; host, packed in memory; disk, packed in the artifact
-    #[arg(long, value_name = "WHERE", value_enum, default_value = "device")]
-    expert_residency: Where,
+    /// [default: device]
+    #[arg(long, value_name = "WHERE", value_enum)]
+    expert_residency: Option<Where>,
     /// MiB for experts kept ready with --expert-residency host or disk; auto is 4096 [default: auto]
     #[arg(long, value_name = "N|auto", value_parser = cache_mib, allow_negative_numbers = true)]
     expert_cache_mib: Option<u32>,
@@ -169,9 +165,9 @@ impl FlashNext {
     /// When options do not fit one another.
     pub(crate) fn resolve(args: &FlashNextArgs, route: Route) -> Result<Self, FlashNextUsageError> {
         let residency = match args.expert_residency {
-            Where::Device => Residency::Device,
-            Where::Host => Residency::Host,
-            Where::Disk => Residency::Disk,
+            None | Some(Where::Device) => Residency::Device,
+            Some(Where::Host) => Residency::Host,
+            Some(Where::Disk) => Residency::Disk,
         };
         if residency == Residency::Device && args.expert_cache_mib.is_some() {
             return Err(FlashNextUsageError::NoCache);
@@ -181,7 +177,7 @@ impl FlashNext {
         }
         let ngram_rows = rows(args)?;
         let of_volume = [
-            ("--ngram-residency", args.ngram_residency != TableResidency::Disk),
+            ("--ngram-residency", args.ngram_residency.is_some()),
             ("--ngram-io", args.ngram_io.is_some()),
             ("--ngram-io-depth", args.ngram_io_depth.is_some()),
             ("--ngram-ram-mib", args.ngram_ram_mib.is_some()),
@@ -199,7 +195,7 @@ impl FlashNext {
             ("--ngram-volume", args.ngram_volume.is_some()),
             ("--ngram-table", args.ngram_table.is_some()),
             ("--expert-a4-activations", args.expert_a4_activations),
-            ("--expert-residency", residency != Residency::Device),
+            ("--expert-residency", args.expert_residency.is_some()),
             ("--expert-stripe", args.expert_stripe.is_some()),
         ];
         let of_both = [
@@ -301,7 +297,7 @@ impl FlashNext {
     /// # Errors
     /// When both are one file.
     pub(crate) fn check_copy(&self, artifact: &Path) -> Result<(), FlashNextUsageError> {
-        let same = |copy: &&PathBuf| matches!((copy.canonicalize(), artifact.canonicalize()), (Ok(a), Ok(b)) if a == b);
+        let same = |copy: &&PathBuf| same_file(copy, artifact);
         match self.options.expert_stripe.as_ref().filter(same) {
             Some(copy) => Err(FlashNextUsageError::SameCopy(copy.clone())),
             None => Ok(()),
@@ -385,7 +381,7 @@ impl FlashNext {
 /// How the rows of the n-gram volume are read and kept.
 fn rows(args: &FlashNextArgs) -> Result<TableOptions, FlashNextUsageError> {
     let needs = |option, other| Err(FlashNextUsageError::Needs { option, other });
-    let residency = args.ngram_residency;
+    let residency = args.ngram_residency.unwrap_or(TableResidency::Disk);
     if args.ngram_lock && residency == TableResidency::Disk {
         return needs("--ngram-lock", "--ngram-residency ram or ram-hot");
     }

@@ -274,6 +274,20 @@ fn place(path: &Path) -> PathBuf {
     absolute(&known.join(rest)).unwrap_or(whole)
 }
 
+/// Whether two paths lead to one file, by a link of either kind too.
+pub fn same_file(a: &Path, b: &Path) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let identity = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
+        matches!((identity(a), identity(b)), (Ok(a), Ok(b)) if a == b)
+    }
+    #[cfg(not(unix))]
+    {
+        matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+    }
+}
+
 /// Opens `path` for this process alone, emptied. What an interrupted run left there is taken over; a file that a living one
 /// writes is refused.
 fn claim(path: &Path) -> io::Result<File> {

@@ -10,6 +10,7 @@ use serde_json::Value;
 use crate::artifact::{Artifact, ObjectContent};
 use crate::config::TextConfig;
 use crate::parameters::{EXPERT_BANK, parameters};
+use crate::qwen4_exp::volume_path;
 use crate::source::{self, SourceError, SourceFile, TextSource};
 use crate::tokenizer::{CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG};
 
@@ -51,8 +52,32 @@ pub struct Inspection {
     pub metadata: Value,
     /// Free members about the origin.
     pub provenance: Value,
+    /// The n-gram volume that an artifact of Qwen3.8-Flash-Next looks rows up in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ngram_volume: Option<NgramVolumeEntry>,
     /// What was skipped or ignored on opening.
     pub notes: Vec<String>,
+}
+
+/// An n-gram volume, as its artifact describes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct NgramVolumeEntry {
+    /// Its id, 32 hex digits.
+    pub id: String,
+    /// Rows, padding included.
+    pub rows: u64,
+    /// Bytes, and elements, of a row.
+    pub row_bytes: usize,
+    /// Rows in a block of 4 KiB.
+    pub rows_per_block: u64,
+    /// Blocks behind the header.
+    pub blocks: u64,
+    /// Length of the file.
+    pub file_bytes: u64,
+    /// Where it is unless said otherwise.
+    pub path: String,
+    /// Whether a file is there; what is in it is not looked at.
+    pub exists: bool,
 }
 
 /// A component of an artifact.
@@ -157,9 +182,26 @@ impl Inspection {
             bits_per_weight: bits_per_weight(bytes, weights),
             metadata: artifact.map_or(Value::Null, |artifact| artifact.metadata().clone().into()),
             provenance: artifact.map_or(Value::Null, |artifact| artifact.provenance().clone().into()),
+            ngram_volume: artifact.and_then(|artifact| ngram_volume(artifact, config)),
             notes: source.notes(),
         })
     }
+}
+
+fn ngram_volume(artifact: &Artifact, config: &TextConfig) -> Option<NgramVolumeEntry> {
+    let dims = config.flash_next.as_ref()?;
+    let geometry = dims.geometry(config.vocab_size);
+    let path = volume_path(artifact.path());
+    Some(NgramVolumeEntry {
+        id: dims.volume_id?.iter().map(|byte| format!("{byte:02x}")).collect(),
+        rows: geometry.rows,
+        row_bytes: geometry.row_bytes,
+        rows_per_block: geometry.rows_per_block(),
+        blocks: geometry.blocks(),
+        file_bytes: geometry.file_bytes(),
+        exists: path.is_file(),
+        path: path.display().to_string(),
+    })
 }
 
 fn bits_per_weight(bytes: u64, weights: u64) -> f64 {
@@ -334,6 +376,19 @@ impl fmt::Display for Inspection {
         }
         for file in &self.files {
             writeln!(f, "  file          {}  {} bytes", file.name, grouped(file.bytes))?;
+        }
+        if let Some(volume) = &self.ngram_volume {
+            let there = if volume.exists { "" } else { "  (not there)" };
+            let (bytes, rows) = (grouped(volume.file_bytes), grouped(volume.rows));
+            writeln!(f, "  n-gram volume {}  {bytes} bytes{there}", volume.path)?;
+            writeln!(
+                f,
+                "                id {}, {rows} rows of {} bytes, {} in each of {} blocks of 4,096",
+                volume.id,
+                volume.row_bytes,
+                volume.rows_per_block,
+                grouped(volume.blocks)
+            )?;
         }
         for component in &self.components {
             let loaded = if component.loaded { "" } else { "  (not loaded)" };

@@ -240,10 +240,70 @@ fn a_second_copy_that_is_none_is_refused_before_scoring() {
     let mut other = bytes.clone();
     other[16] ^= 1;
     refused(&other, "the artifact id is");
-    let itself = format!("{PROTOCOL} --expert-stripe {}", dir.path("./model.ninfer").display());
-    let run = dir.score(&model, &text(), &itself);
-    assert_eq!(run.code, 2, "{}", run.stderr);
-    assert!(run.stderr.contains("is the artifact itself"), "{}", run.stderr);
+    #[cfg(unix)]
+    {
+        std::fs::hard_link(&model, dir.path("hard.ninfer")).unwrap();
+        std::os::unix::fs::symlink(&model, dir.path("soft.ninfer")).unwrap();
+        for name in ["./model.ninfer", "hard.ninfer", "soft.ninfer"] {
+            let itself = format!("{PROTOCOL} --expert-stripe {}", dir.path(name).display());
+            let run = dir.score(&model, &text(), &itself);
+            assert_eq!(run.code, 2, "{name}: {}", run.stderr);
+            assert!(run.stderr.contains("is the artifact itself"), "{name}: {}", run.stderr);
+        }
+    }
+}
+
+#[test]
+fn inspect_shows_the_volume_and_whether_it_is_there() {
+    let dir = Dir::new();
+    let model = converted(&dir);
+    let model = model.to_str().unwrap();
+    let volume = format!("{model}.ngram");
+    let header = std::fs::read(&volume).unwrap();
+    let number = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().unwrap());
+    let id: String = header[44..60].iter().map(|byte| format!("{byte:02x}")).collect();
+    for (exists, mark) in [(true, ""), (false, "  (not there)")] {
+        let json = dir.run(["inspect", "--json", model]);
+        let json: Value = serde_json::from_str(&json.stdout).unwrap();
+        let shown = &json["ngram_volume"];
+        assert_eq!(shown["id"], id.as_str());
+        assert_eq!(shown["rows"], number(16));
+        assert_eq!(shown["blocks"], number(36));
+        assert_eq!(shown["file_bytes"], header.len());
+        assert_eq!(shown["path"], volume.as_str());
+        assert_eq!(shown["exists"], exists);
+        let text = dir.run(["inspect", model]).stdout;
+        let line = text.lines().find(|line| line.starts_with("  n-gram volume")).unwrap();
+        assert!(
+            line.contains(&volume) && line.ends_with(&format!("bytes{mark}")),
+            "{line}"
+        );
+        assert!(text.contains(&format!("id {id}, ")), "{text}");
+        if exists {
+            std::fs::rename(&volume, dir.path("elsewhere")).unwrap();
+        }
+    }
+    let checkpoint = dir.run(["inspect", fixture().to_str().unwrap()]);
+    assert!(
+        checkpoint.code == 0 && !checkpoint.stdout.contains("n-gram volume"),
+        "{}",
+        checkpoint.stdout
+    );
+}
+
+/// A bank has one format, so that a recipe in bfloat16 cannot have its way with the experts.
+#[test]
+fn another_recipe_says_that_experts_are_packed() {
+    let dir = Dir::new();
+    for (recipe, noted) in [("bf16", true), ("qwen3_8_flash_next_nvfp4", false)] {
+        let out = format!("{recipe}.ninfer");
+        let run = dir.run(["convert", fixture().to_str().unwrap(), &out, "--recipe", recipe]);
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        let note = "layers are packed as nvfp4_mul, whatever the recipe";
+        assert_eq!(run.stderr.contains(note), noted, "{recipe}: {}", run.stderr);
+        let inspected = dir.run(["inspect", &out]).stdout;
+        assert_eq!(inspected.contains(note), noted, "{recipe}: {inspected}");
+    }
 }
 
 #[test]
@@ -256,6 +316,7 @@ fn options_of_an_artifact_are_refused_with_a_checkpoint() {
         ("--ngram-table", &file),
         ("--ngram-table", fixture().to_str().unwrap()),
         ("--ngram-residency", "ram"),
+        ("--ngram-residency", "disk"),
         ("--ngram-residency", "ram --ngram-lock"),
         ("--ngram-residency", &hot),
         ("--ngram-io", "buffered"),
@@ -264,6 +325,7 @@ fn options_of_an_artifact_are_refused_with_a_checkpoint() {
         ("--ngram-ram-mib", "1 --ngram-hot-profile-out rows"),
         ("--expert-a4-activations", ""),
         ("--expert-residency", "host --expert-cache-mib 1"),
+        ("--expert-residency", "device"),
         ("--expert-stripe", &file),
     ] {
         let run = dir.score(&fixture(), &text(), &format!("{PROTOCOL} {option} {value}"));

@@ -203,6 +203,28 @@ fn a_damaged_state_is_said_and_what_is_sound_of_it_is_used() {
     assert_eq!(dir.files(), ["a.txt", "out/report.json"]);
 }
 
+/// What a killed run leaves in a directory does not keep others from it, but may be what is to be merged.
+#[test]
+fn a_shard_under_the_name_of_the_incomplete_report_is_refused_and_stays() {
+    let dir = Dir::new();
+    std::fs::create_dir(dir.path("out")).unwrap();
+    let shard = dir.file("out/report.json.tmp", "a shard");
+    let run = dir.run(["merge", "out/report.json.tmp", "--output", "out"]);
+    assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{}", run.stderr);
+    assert!(run.stderr.contains("and that is one of the shards"), "{}", run.stderr);
+    assert_eq!(std::fs::read(shard).unwrap(), b"a shard");
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink(dir.path("out/report.json.tmp"), dir.path("link.json")).unwrap();
+        let run = dir.run(["merge", "link.json", "--output", "out"]);
+        assert!(
+            run.code == 2 && run.stderr.contains("one of the shards"),
+            "{}",
+            run.stderr
+        );
+    }
+}
+
 #[test]
 fn shards_without_a_window_still_merge() {
     let dir = Dir::new();

@@ -36,6 +36,12 @@ fn options_of_flash_next_fit_the_model_and_one_another() {
             "--expert-residency host",
             "--expert-residency is for Qwen3.8-Flash-Next",
         ),
+        // What the defaults would be anyway.
+        (
+            "--expert-residency device",
+            "--expert-residency is for Qwen3.8-Flash-Next",
+        ),
+        ("--ngram-residency disk", "--ngram-residency is for Qwen3.8-Flash-Next"),
         (
             "--expert-a4-activations",
             "--expert-a4-activations is for Qwen3.8-Flash-Next",

@@ -164,6 +164,8 @@ struct Planner {
     /// Parameters that lack a divisor for the 4-bit activations they would permit.
     withheld: usize,
     idle_rules: Vec<String>,
+    /// Banks of routed experts, where the recipe is not of a model that has them.
+    banks: usize,
 }
 
 struct Planned {
@@ -222,7 +224,9 @@ impl Planner {
         let mut waiting = Vec::new();
         let mut used = HashSet::new();
         let mut places: HashMap<_, Vec<usize>> = HashMap::new();
+        let mut banks = 0;
         for parameter in parameters(config) {
+            banks += usize::from(parameter.format == RequiredFormat::Nvfp4Mul);
             let decision = match parameter.format {
                 RequiredFormat::Any => recipe.decide(parameter.role, parameter.layer),
                 RequiredFormat::Bf16 => Decision::of(Encoding::BF16),
@@ -260,6 +264,7 @@ impl Planner {
             imported: 0,
             withheld: 0,
             idle_rules: recipe.without_effect(&used),
+            banks: if recipe.packs_experts() { 0 } else { banks },
         }
     }
 
@@ -406,6 +411,13 @@ impl Planner {
             ));
         }
         notes.extend(self.idle_rules.iter().cloned());
+        if self.banks > 0 {
+            notes.push(format!(
+                "the routed experts of {} layers are packed as {}, whatever the recipe: a bank has no other format",
+                self.banks,
+                Format::Nvfp4Mul.name()
+            ));
+        }
         if self.withheld > 0 {
             notes.push(format!(
                 "{} weights would permit 4-bit activations but their inputs have no activation divisor: stored as A16Only",

@@ -255,6 +255,11 @@ impl Recipe {
         &self.name
     }
 
+    /// Whether it is one of Qwen3.8-Flash-Next, whose routed experts have one format.
+    pub(super) fn packs_experts(&self) -> bool {
+        self.name.starts_with("qwen3_8_flash_next")
+    }
+
     /// The rules in words, one line each.
     pub fn describe(&self) -> Vec<String> {
         let line = |rule: &Rule| {
