@@ -499,11 +499,18 @@ fn the_tiny_model_has_the_boundary_values_in_route_normal() {
 }
 
 /// Between the boundaries in f64, the independent program's values to their last digit.
+///
+/// Its 4-bit run takes the delta rule's decay and state in float32, operation by operation. In f64 one output of the delta
+/// rule (layer 2, position 22, value head 2, feature 3, of 1.43e-3) falls to the other side of its rounding, and the mean is
+/// 4.6009188; `scripts/flash_next_tiny.py` gives both.
 #[test]
 fn the_tiny_model_has_the_boundary_values_to_their_digits_in_route_reference() {
+    let rounded_once = Golden {
+        mean_nll: 4.600_918_8,
+        ..BOUNDARY_A4
+    };
     for (four_bit_experts, golden, nll, what) in [
-        // All 23 together are 5e-4 nats away, at positions of which no logits are stated.
-        (true, BOUNDARY_A4, 2.5e-5, "4-bit"),
+        (true, rounded_once, 6e-7, "4-bit"),
         (false, BOUNDARY_A16, 6e-7, "16-bit"),
     ] {
         for residency in [Residency::Device, Residency::Disk] {
