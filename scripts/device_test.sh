@@ -5,7 +5,8 @@
 #   scripts/device_test.sh run [NAME...]     there, in a copy of the tree with target-device/
 #
 # Names: cube_kernels (every kernel against its reference), coded_rows and kv_device (the KV cache's kernels against the host's
-# codecs), precise_device (the operations in f64 against the host's), forward_device (the model against Hugging Face and the CPU).
+# codecs), precise_device (the operations in f64 against the host's), forward_device (the model against Hugging Face and the CPU),
+# flash_next_device (Qwen3.8-Flash-Next against the CPU).
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/device_common.sh
@@ -13,12 +14,12 @@ FEATURES=${FEATURES:-burn-perplexity/cuda}
 export DEVICE_TESTS=cuda
 action=${1:-}
 [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || set -- cube_kernels coded_rows kv_device precise_device forward_device
+[ $# -gt 0 ] || set -- cube_kernels coded_rows kv_device precise_device forward_device flash_next_device
 for name in "$@"; do
     case "$name" in
     cube_kernels | coded_rows | precise_device) tests=cuda:: ;;
     kv_device) tests=cuda ;;
-    forward_device) tests= ;;
+    forward_device | flash_next_device) tests= ;;
     *) usage "$0" ;;
     esac
     case "$action" in

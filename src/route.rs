@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use clap::ValueEnum;
 use perplexity_eval::report::Settings;
-use perplexity_model::config::TextConfig;
 use perplexity_model::route::{ROUNDING_CONTRACT, Route, TRANSFORMERS};
 
 use crate::args::{RouteArgs, ScoreArgs};
@@ -28,8 +27,6 @@ pub(crate) enum RouteUsageError {
     },
     #[error("--lossless adds no loss: {option} would; --reference applies the losses that are asked for")]
     Loss { option: &'static str },
-    #[error("--{route} with Qwen3.8-Flash-Next does not run on --device {device}; pass --device flex or ndarray")]
-    FlashNext { route: &'static str, device: Device },
     #[error("--{route} does not run on --device {device}: {why}; pass --device {others}")]
     Device {
         route: &'static str,
@@ -117,18 +114,6 @@ impl Numerics {
             _ => SoftmaxRows::Public,
         });
         Ok(Self { route, softmax_rows })
-    }
-
-    /// Checks the route against the model.
-    ///
-    /// # Errors
-    /// When the device has not all of the model's operations in f64.
-    pub(crate) fn check(self, config: &TextConfig, device: Device) -> Result<(), RouteUsageError> {
-        if self.route.is_precise() && device.index().is_some() && config.flash_next.is_some() {
-            let route = self.route.name();
-            return Err(RouteUsageError::FlashNext { route, device });
-        }
-        Ok(())
     }
 
     /// Fills in what the report says of the route.

@@ -61,8 +61,6 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         .flash_next
         .check(source.as_ref())
         .map_err(UsageError::FlashNext)?;
-    let checked = options.numerics.check(source.config(), options.device);
-    checked.map_err(UsageError::Route)?;
     options.kv.check(source.config()).map_err(UsageError::Kv)?;
     let tokenizer = TextTokenizer::from_source(source.as_ref(), AddedTokens::Match).map_err(Failure::failed)?;
     let model = Inspection::of_source(&options.artifact, source.as_ref()).map_err(Failure::failed)?;

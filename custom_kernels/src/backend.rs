@@ -15,8 +15,9 @@ use burn::tensor::{Int, Tensor, activation::silu, backend::Backend};
 use crate::host::gemm::Panels;
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, delta_gates, embed_tokens, expand_weight::StoredMatrix,
-    expert_feed_forward, gated_delta_rule, gated_rms_norm, hadamard, mixture_of_experts, offset_rms_norm, project,
-    quantize_rows, rotary, round, route_experts, score_head, sigmoid_gate, sparse_attention, swiglu, widen,
+    expert_feed_forward, gated_delta_rule, gated_rms_norm, hadamard, hyper_connection, mixture_of_experts,
+    offset_rms_norm, packed_experts, project, quantize_rows, rotary, round, route_experts, score_head, sigmoid_gate,
+    sparse_attention, swiglu, widen,
 };
 use crate::precise::{Host, Precise};
 use crate::precision::Precision;
@@ -25,6 +26,7 @@ pub use crate::ops::coded_rows::{RowCoding, RowFormat};
 pub use crate::ops::expert_feed_forward::Expert;
 pub use crate::ops::gated_delta_rule::DeltaHeads;
 pub use crate::ops::mixture_of_experts::Mixture;
+pub use crate::ops::packed_experts::PackedExperts;
 pub use crate::ops::quantize_rows::ActivationFormat;
 pub use crate::ops::rotary::RotaryTable;
 pub use crate::ops::route_experts::Routing;
@@ -157,6 +159,43 @@ pub trait EvaluatorBackend: Backend {
         mixture_of_experts::mixture(residual, x, weights, to)
     }
 
+    /// Whether `device` multiplies packed experts, with [`EvaluatorBackend::packed_experts`].
+    fn multiplies_packed_experts(_device: &Self::Device) -> bool {
+        false
+    }
+
+    /// `bytes` of memory on `device` with `pieces` in their places, as words: records for
+    /// [`EvaluatorBackend::packed_experts`]. `None` where the device does not multiply them.
+    fn records(
+        _bytes: usize,
+        _pieces: &mut dyn Iterator<Item = (usize, &[u8])>,
+        _device: &Self::Device,
+    ) -> Option<Tensor<Self, 1, Int>> {
+        None
+    }
+
+    /// Writes what the experts make of the rows of `x` `[rows, hidden]`, bfloat16, that chose them into `outputs`
+    /// `[rows, top_k, hidden]`, new ones unless given; see [`packed_experts`]. `None` where the device does not multiply
+    /// them, or `x` is not stored in bfloat16.
+    fn packed_experts(
+        _x: &Tensor<Self, 2>,
+        _experts: &PackedExperts<'_, Self>,
+        _outputs: Option<Tensor<Self, 3>>,
+    ) -> Option<Tensor<Self, 3>> {
+        None
+    }
+
+    /// The mixture of experts' outputs; see [`packed_experts::reference`].
+    fn combine_experts(
+        outputs: Tensor<Self, 3>,
+        weights: Tensor<Self, 2>,
+        shared: Tensor<Self, 3>,
+        scores: Tensor<Self, 3>,
+        to: Precision,
+    ) -> Tensor<Self, 3> {
+        packed_experts::reference(outputs, weights, shared, scores, to)
+    }
+
     /// The rows of `x` `[batch, tokens, in]` as `format` represents them, in float32; see [`quantize_rows`].
     fn quantize_rows(x: Tensor<Self, 3>, format: ActivationFormat) -> Tensor<Self, 3> {
         quantize_rows::reference(x, format)
@@ -196,6 +235,28 @@ pub trait EvaluatorBackend: Backend {
         to: Precision,
     ) -> Tensor<Self, D> {
         offset_rms_norm::reference(x, weight, eps, to)
+    }
+
+    /// RMS norm of each of several streams by itself, `x` `[batch, tokens, S, n]` and `weight` `[S, n]`; see
+    /// [`offset_rms_norm`].
+    fn stream_norm(x: Tensor<Self, 4>, weight: Tensor<Self, 2>, eps: f32, to: Precision) -> Tensor<Self, 4> {
+        offset_rms_norm::stream_reference(x, weight, eps, to)
+    }
+
+    /// The mixture of several streams, `u` `[batch, tokens, S * n]` and `normal` `[batch, tokens, S, n]`; see
+    /// [`hyper_connection::mix`].
+    fn mix_streams(u: Tensor<Self, 3>, normal: Tensor<Self, 4>, to: Precision) -> Tensor<Self, 3> {
+        hyper_connection::mix_reference(u, normal, to)
+    }
+
+    /// Several streams plus an output by their weights; see [`hyper_connection::write`].
+    fn write_streams(
+        streams: Tensor<Self, 3>,
+        y: Tensor<Self, 3>,
+        weights: Tensor<Self, 3>,
+        to: Precision,
+    ) -> Tensor<Self, 3> {
+        hyper_connection::write_reference(streams, y, weights, to)
     }
 
     /// RMS norm over the last axis with weight `w`, times `SiLU(z)`; see [`gated_rms_norm`].
@@ -317,6 +378,19 @@ pub trait EvaluatorBackend: Backend {
         to: Precision,
     ) -> Tensor<Self, 4> {
         sparse_attention::reference(q, keys, values, selection, to)
+    }
+
+    /// The blocks that the queries of a sparse attention read, window after window, by the scores of `q`
+    /// `[batch, tokens, heads, width]` and `keys` `[batch, blocks, width]`; see
+    /// [`choose_blocks`](crate::ops::sparse_attention#choice). `None` where the host chooses.
+    fn choose_blocks(
+        _q: &Tensor<Self, 4>,
+        _keys: &Tensor<Self, 3>,
+        _first_position: usize,
+        _ratio: usize,
+        _count: usize,
+    ) -> Option<BlockSelection> {
+        None
     }
 
     /// `x * sigmoid(gate)`; see [`sigmoid_gate`].

@@ -12,6 +12,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::ops::gated_delta_rule::DeltaHeads;
+use crate::ops::sparse_attention::BlockSelection;
 use crate::precise::Precise;
 use crate::precision::Precision;
 
@@ -82,6 +83,27 @@ pub trait KernelRuntime: CubeRuntime {
         None
     }
 
+    /// The experts `[rows, top_k]` that float32 `logits` `[rows, experts]` choose, and their weights, as in
+    /// [`crate::ops::route_experts`].
+    fn choose_experts(_logits: &CubeTensor<Self>, _top_k: usize) -> Option<[CubeTensor<Self>; 2]> {
+        None
+    }
+
+    /// As [`crate::EvaluatorBackend::multiplies_packed_experts`].
+    fn multiplies_packed_experts(_device: &Self::Device) -> bool {
+        false
+    }
+
+    /// As [`crate::EvaluatorBackend::packed_experts`].
+    fn packed_experts(_job: &PackedJob<'_, Self>, _outputs: Option<CubeTensor<Self>>) -> Option<CubeTensor<Self>> {
+        None
+    }
+
+    /// As [`crate::EvaluatorBackend::combine_experts`], operands and result bfloat16, `weights` and `scores` float32.
+    fn combine_experts(_operands: [&CubeTensor<Self>; 4]) -> Option<CubeTensor<Self>> {
+        None
+    }
+
     /// As [`crate::EvaluatorBackend::causal_attention`], result observable in bfloat16.
     fn causal_attention(
         _q: &CubeTensor<Self>,
@@ -89,6 +111,27 @@ pub trait KernelRuntime: CubeRuntime {
         _values: &CubeTensor<Self>,
         _first_position: usize,
     ) -> Option<CubeTensor<Self>> {
+        None
+    }
+
+    /// As [`crate::EvaluatorBackend::sparse_attention`], result observable in bfloat16.
+    fn sparse_attention(
+        _q: &CubeTensor<Self>,
+        _keys: &CubeTensor<Self>,
+        _values: &CubeTensor<Self>,
+        _selection: &BlockSelection,
+    ) -> Option<CubeTensor<Self>> {
+        None
+    }
+
+    /// As [`crate::EvaluatorBackend::choose_blocks`]; `q` and `keys` float32.
+    fn choose_blocks(
+        _q: &CubeTensor<Self>,
+        _keys: &CubeTensor<Self>,
+        _first_position: usize,
+        _ratio: usize,
+        _count: usize,
+    ) -> Option<BlockSelection> {
         None
     }
 
@@ -102,6 +145,20 @@ pub trait KernelRuntime: CubeRuntime {
     ) -> Option<(CubeTensor<Self>, CubeTensor<Self>)> {
         None
     }
+}
+
+/// [`crate::ops::packed_experts::PackedExperts`] on a runtime: `x` `[rows, hidden]` and words of records.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "one runtime reads them"))]
+pub struct PackedJob<'a, R: CubeRuntime> {
+    pub(crate) x: &'a CubeTensor<R>,
+    pub(crate) records: &'a CubeTensor<R>,
+    pub(crate) stride: usize,
+    pub(crate) inner: usize,
+    pub(crate) factors: &'a [[f32; 3]],
+    pub(crate) scales: Option<&'a [[f32; 3]]>,
+    pub(crate) counts: &'a [usize],
+    pub(crate) choices: &'a [u32],
+    pub(crate) top_k: usize,
 }
 
 /// What a mixture of experts reads: `residual` and `x` `[batch, tokens, in]`, the rest as in

@@ -7,19 +7,24 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_cubecl::{CubeBackend, CubeElement, kernel};
 
 use crate::backend::{
-    ActivationFormat, DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, Residency, RotaryTable, Routing,
-    RowCoding, RowFormat,
+    ActivationFormat, BlockSelection, DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, PackedExperts,
+    Residency, RotaryTable, Routing, RowCoding, RowFormat,
 };
-use crate::cube::{CubeTensor, KernelRuntime, MixtureOperands, contiguous, empty, primitive, storage, tensor};
+use crate::cube::{
+    CubeTensor, KernelRuntime, MixtureOperands, PackedJob, contiguous, empty, primitive, storage, tensor,
+};
 use crate::ops::widen;
 use crate::ops::{
     append_rows, causal_attention, causal_conv_silu, coded_rows, delta_gates, embed_tokens,
     expand_weight::cube::{Packed, all_finite},
     expand_weight::{ExpandError, Packing, StoredMatrix},
-    expert_feed_forward, gated_delta_rule, hadamard, mixture_of_experts,
+    expert_feed_forward, gated_delta_rule, hadamard, hyper_connection, mixture_of_experts,
     mixture_of_experts::Mixture,
-    offset_rms_norm, project, quantize_rows, rotary, round, route_experts, score_head,
+    offset_rms_norm,
+    offset_rms_norm::cube::Factor,
+    packed_experts, project, quantize_rows, rotary, round, route_experts, score_head,
     sigmoid_gate::cube::{self as gate, Gate},
+    sparse_attention,
 };
 use crate::precise::{Host, Precise};
 use crate::precision::Precision;
@@ -281,7 +286,76 @@ where
         // Rows in float32 meet the router in float32: what a product of two terms leaves out could change a choice.
         let router = CubeWeight::Dense(round::cube::launch(router.values(DType::F32), Precision::Full));
         let logits = linear(x, &router, None, Precision::Full);
-        route_experts::choose(logits.reshape([batch * tokens, count]), top_k)
+        let logits = logits.reshape([batch * tokens, count]);
+        match R::choose_experts(&primitive(logits.clone()), top_k) {
+            Some([experts, weights]) => Routing {
+                experts: Tensor::from_primitive(experts),
+                weights: tensor(weights),
+            },
+            None => route_experts::choose(logits, top_k),
+        }
+    }
+
+    fn multiplies_packed_experts(device: &Self::Device) -> bool {
+        R::multiplies_packed_experts(device)
+    }
+
+    fn records(
+        bytes: usize,
+        pieces: &mut dyn Iterator<Item = (usize, &[u8])>,
+        device: &Self::Device,
+    ) -> Option<Tensor<Self, 1, Int>> {
+        if !R::multiplies_packed_experts(device) {
+            return None;
+        }
+        let client = R::client(device);
+        let words = bytes.div_ceil(4);
+        let handle = R::upload(&client, 4 * words, pieces, device);
+        let words = CubeTensor::new_contiguous(client, device.clone(), [words].into(), handle, DType::I32);
+        Some(Tensor::from_primitive(words))
+    }
+
+    fn packed_experts(
+        x: &Tensor<Self, 2>,
+        experts: &PackedExperts<'_, Self>,
+        outputs: Option<Tensor<Self, 3>>,
+    ) -> Option<Tensor<Self, 3>> {
+        let job = PackedJob {
+            x: &primitive(x.clone()),
+            records: &experts.records.clone().into_primitive(),
+            stride: experts.stride,
+            inner: experts.inner,
+            factors: experts.factors,
+            scales: experts.scales,
+            counts: experts.counts,
+            choices: experts.choices,
+            top_k: experts.top_k,
+        };
+        let outputs = outputs.map(|outputs| owned(outputs.into_primitive().tensor()));
+        R::packed_experts(&job, outputs).map(tensor)
+    }
+
+    fn combine_experts(
+        outputs: Tensor<Self, 3>,
+        weights: Tensor<Self, 2>,
+        shared: Tensor<Self, 3>,
+        scores: Tensor<Self, 3>,
+        to: Precision,
+    ) -> Tensor<Self, 3> {
+        let operands = [
+            primitive(outputs.clone()),
+            primitive(weights.clone()),
+            primitive(shared.clone()),
+            primitive(scores.clone()),
+        ];
+        let combined = match storage::<R>(to) {
+            DType::BF16 => R::combine_experts(operands.each_ref()),
+            _ => None,
+        };
+        combined.map_or_else(
+            || packed_experts::reference(outputs, weights, shared, scores, to),
+            tensor,
+        )
     }
 
     fn expert_feed_forward(
@@ -339,12 +413,63 @@ where
         eps: f32,
         to: Precision,
     ) -> Tensor<Self, D> {
-        let z = Some(primitive(z));
+        let z = Some((primitive(z), Factor::Silu));
         tensor(offset_rms_norm::cube::launch(
             primitive(x),
             primitive(weight),
             z,
             eps,
+            to,
+        ))
+    }
+
+    fn sigmoid_gated_rms_norm<const D: usize>(
+        x: Tensor<Self, D>,
+        weight: Tensor<Self, 1>,
+        z: Tensor<Self, D>,
+        eps: f32,
+        to: Precision,
+    ) -> Tensor<Self, D> {
+        let z = Some((primitive(z), Factor::Sigmoid));
+        tensor(offset_rms_norm::cube::launch(
+            primitive(x),
+            primitive(weight),
+            z,
+            eps,
+            to,
+        ))
+    }
+
+    fn stream_norm(x: Tensor<Self, 4>, weight: Tensor<Self, 2>, eps: f32, to: Precision) -> Tensor<Self, 4> {
+        let (x, weight) = (primitive(x), primitive(weight));
+        tensor(offset_rms_norm::cube::launch(x, weight, None, eps, to))
+    }
+
+    fn mix_streams(u: Tensor<Self, 3>, normal: Tensor<Self, 4>, to: Precision) -> Tensor<Self, 3> {
+        let [batch, tokens, streams, width] = normal.dims();
+        let shape = [batch, tokens, width];
+        tensor(hyper_connection::cube::mix(
+            primitive(u),
+            primitive(normal),
+            shape,
+            streams,
+            to,
+        ))
+    }
+
+    fn write_streams(
+        streams: Tensor<Self, 3>,
+        y: Tensor<Self, 3>,
+        weights: Tensor<Self, 3>,
+        to: Precision,
+    ) -> Tensor<Self, 3> {
+        let shape = [weights.dims()[2], y.dims()[2]];
+        let weights = round::cube::launch(primitive(weights), Precision::Full);
+        tensor(hyper_connection::cube::write(
+            primitive(streams),
+            primitive(y),
+            weights,
+            shape,
             to,
         ))
     }
@@ -446,6 +571,33 @@ where
             _ => None,
         };
         tensor(special.unwrap_or_else(|| causal_attention::cube::launch(q, keys, values, first_position, to)))
+    }
+
+    fn sparse_attention(
+        q: Tensor<Self, 4>,
+        keys: Tensor<Self, 4>,
+        values: Tensor<Self, 4>,
+        selection: &BlockSelection,
+        to: Precision,
+    ) -> Tensor<Self, 4> {
+        let operands = [q.clone(), keys.clone(), values.clone()].map(primitive);
+        let special = match to {
+            Precision::Bf16 => R::sparse_attention(&operands[0], &operands[1], &operands[2], selection),
+            _ => None,
+        };
+        special.map_or_else(|| sparse_attention::reference(q, keys, values, selection, to), tensor)
+    }
+
+    fn choose_blocks(
+        q: &Tensor<Self, 4>,
+        keys: &Tensor<Self, 3>,
+        first_position: usize,
+        ratio: usize,
+        count: usize,
+    ) -> Option<BlockSelection> {
+        let wide = |x| round::cube::launch(x, Precision::Full);
+        let (q, keys) = (wide(primitive(q.clone())), wide(primitive(keys.clone())));
+        R::choose_blocks(&q, &keys, first_position, ratio, count)
     }
 
     fn sigmoid_gate<const D: usize>(x: Tensor<Self, D>, gate: Tensor<Self, D>, to: Precision) -> Tensor<Self, D> {

@@ -8,7 +8,6 @@ use crate::evaluation::{Arithmetic, Evaluation};
 use crate::host::gemm64::product;
 use crate::ops::{gated_rms_norm, mixture_of_experts, offset_rms_norm, sparse_attention};
 use crate::precise::routing;
-use crate::precision::Precision;
 
 impl Evaluation {
     /// The `top_k` experts of every row and their weights; see [`route_experts`](crate::ops::route_experts).
@@ -28,9 +27,7 @@ impl Evaluation {
         let ([batch, tokens, _], [streams, width], device) = (x.dims(), weight.dims(), x.device());
         let shape = [batch, tokens, streams, width];
         let Arithmetic::Precise(steps) = self.arithmetic else {
-            let plain = Tensor::zeros([width], &device);
-            let x = B::offset_rms_norm(x.reshape(shape), plain, eps, Precision::Full);
-            return B::round(x * (weight + 1.0).reshape([1, 1, streams, width]), self.to);
+            return B::stream_norm(x.reshape(shape), weight, eps, self.to);
         };
         let mut y = values(x);
         offset_rms_norm::precise::stream_norm(&mut y, &values(weight), width, eps, steps, self.to);
@@ -68,7 +65,8 @@ impl Evaluation {
         let (shape, kv_shape, device) = (q.dims(), keys.dims(), q.device());
         let (q, keys, rows) = (values(q), values(keys), values(rows));
         let y = sparse_attention::precise::attention(&q, &keys, &rows, shape, kv_shape, selection, steps, self.to);
-        tensor(y, shape, &device)
+        // Stored as the device's own results are: dense and sparse outputs of a pass become one tensor.
+        B::round(tensor(y, shape, &device), self.to)
     }
 }
 

@@ -23,7 +23,7 @@ use perplexity_kv::options::KvOptions;
 use crate::artifact::Artifact;
 use crate::checkpoint::CheckpointSource;
 use crate::config::{FeedForwardConfig, FlashNextConfig, LayerType, MoeConfig, TextConfig};
-use crate::experts::{CacheStatistics, ExpertBank, ExpertStore, Residency};
+use crate::experts::{CacheStatistics, DeviceExperts, ExpertBank, ExpertStore, Residency};
 use crate::layers::Pass;
 use crate::layers::delta_net::{DeltaNet, DeltaNetState};
 use crate::layers::embedding::Embedding;
@@ -231,7 +231,7 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
             .rounding_to_bf16(route.rounds_weights());
         let blocks = (0..config.layer_types.len())
             .map(|index| {
-                let experts = experts(&loader, source, options, stripe.as_ref(), route, index)?;
+                let experts = experts(&loader, source, options, stripe.as_ref(), route, index, device)?;
                 Block::load(&loader, config, dims, experts, index)
             })
             .collect::<Result<_, _>>()?;
@@ -460,6 +460,7 @@ fn experts<B: EvaluatorBackend>(
     stripe: Option<&Arc<Artifact>>,
     route: Route,
     index: usize,
+    device: &B::Device,
 ) -> Result<Experts<B>, ModelError> {
     let config = source.config();
     let FeedForwardConfig::Moe(MoeConfig {
@@ -494,6 +495,10 @@ fn experts<B: EvaluatorBackend>(
     if decoded {
         let store = Matrices::decoded(bank, options.residency, share, loader);
         return Ok(Experts::Decoded(store.map_err(SourceError::from)?));
+    }
+    if DeviceExperts::<B>::fit(&bank, options.four_bit_experts, device) {
+        let experts = DeviceExperts::new(bank, options.four_bit_experts, options.residency, share, device);
+        return Ok(Experts::Device(experts.map_err(SourceError::from)?));
     }
     Ok(Experts::Integer {
         store: ExpertStore::integers(bank, options.residency, share).map_err(SourceError::from)?,

@@ -83,6 +83,30 @@ fn word(low: usize, high: usize) -> u64 {
     low as u64 | ((high as u64) << 32)
 }
 
+/// See [`crate::cube::KernelRuntime::choose_experts`]; `None` for sizes the kernel is not for.
+pub(super) fn choose(logits: &CudaTensor, top_k: usize) -> Option<[CudaTensor; 2]> {
+    let [rows, experts] = *logits.meta.shape().as_slice() else {
+        return None;
+    };
+    if logits.dtype != DType::F32 || experts > MAX_EXPERTS || top_k > MAX_TOP_K.min(experts) || rows == 0 {
+        return None;
+    }
+    let ids = empty(logits, [rows, top_k], DType::I32);
+    let weights = empty(logits, [rows, top_k], DType::F32);
+    let arguments = KernelArguments::new().with_buffers(bindings([logits, &ids, &weights]));
+    let kernel = Kernels { experts, top_k }.source("choose_experts", false, 256, 0);
+    // SAFETY: the kernel guards its rows; a row has `experts` logits and `top_k` results.
+    unsafe {
+        kernel.launch(
+            &logits.client,
+            (rows.div_ceil(ROWS), 1, 1),
+            arguments,
+            vec![rows as u64],
+        )
+    };
+    Some([ids, weights])
+}
+
 /// See [`crate::cube::KernelRuntime::mixture_of_experts`]; `None` for types and sizes the kernels are not for.
 pub(super) fn launch(m: &MixtureOperands<'_, super::CudaRuntime>) -> Option<[CudaTensor; 3]> {
     let shape = m.x.meta.shape().clone();

@@ -9,8 +9,10 @@ pub mod card;
 mod delta;
 pub mod gemm;
 mod mixture;
+mod packed_experts;
 pub mod precise;
 mod source;
+mod sparse_attention;
 mod upload;
 mod wide_rows;
 
@@ -24,7 +26,8 @@ use cubecl::prelude::ComputeClient;
 use cubecl::server::Handle;
 use cudarc::driver::{result::device as driver_device, sys::CUdevice_attribute};
 
-use crate::cube::{CubeTensor, KernelRuntime, MixtureOperands};
+use crate::cube::{CubeTensor, KernelRuntime, MixtureOperands, PackedJob};
+use crate::ops::sparse_attention::BlockSelection;
 use crate::ops::{gated_delta_rule::DeltaHeads, round};
 use crate::precise::Precise;
 use crate::precision::Precision;
@@ -91,6 +94,22 @@ impl KernelRuntime for CudaRuntime {
         (compute_capability(&operands.x.device) == HOPPER).then(|| mixture::launch(operands))?
     }
 
+    fn choose_experts(logits: &CudaTensor, top_k: usize) -> Option<[CudaTensor; 2]> {
+        (compute_capability(&logits.device) == HOPPER).then(|| mixture::choose(logits, top_k))?
+    }
+
+    fn multiplies_packed_experts(device: &CudaDevice) -> bool {
+        compute_capability(device) >= AMPERE
+    }
+
+    fn packed_experts(job: &PackedJob<'_, Self>, outputs: Option<CudaTensor>) -> Option<CudaTensor> {
+        (compute_capability(&job.x.device) >= AMPERE).then(|| packed_experts::launch(job, outputs))?
+    }
+
+    fn combine_experts(operands: [&CudaTensor; 4]) -> Option<CudaTensor> {
+        packed_experts::combine(operands)
+    }
+
     fn causal_attention(
         q: &CudaTensor,
         keys: &CudaTensor,
@@ -98,6 +117,26 @@ impl KernelRuntime for CudaRuntime {
         first_position: usize,
     ) -> Option<CudaTensor> {
         (compute_capability(&q.device) == HOPPER).then(|| attention::launch(q, keys, values, first_position))?
+    }
+
+    fn sparse_attention(
+        q: &CudaTensor,
+        keys: &CudaTensor,
+        values: &CudaTensor,
+        selection: &BlockSelection,
+    ) -> Option<CudaTensor> {
+        (compute_capability(&q.device) >= AMPERE).then(|| sparse_attention::attend(q, keys, values, selection))?
+    }
+
+    fn choose_blocks(
+        q: &CudaTensor,
+        keys: &CudaTensor,
+        first_position: usize,
+        ratio: usize,
+        count: usize,
+    ) -> Option<BlockSelection> {
+        (compute_capability(&q.device) >= AMPERE)
+            .then(|| sparse_attention::choose(q, keys, first_position, ratio, count))?
     }
 
     fn gated_delta_rule(

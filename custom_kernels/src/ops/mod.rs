@@ -15,6 +15,7 @@ pub mod hyper_connection;
 pub mod mixture_of_experts;
 pub mod ngram_injection;
 pub mod offset_rms_norm;
+pub mod packed_experts;
 pub mod project;
 pub mod quantize_rows;
 pub mod rotary;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::ExpertError;
 use crate::artifact::{Artifact, ArtifactError};
-use crate::formats::nvfp4_expert::{Geometry, Projection, decode_record};
+use crate::formats::nvfp4_expert::{Geometry, Projection, check_record, decode_record};
 use crate::formats::{Format, FormatError};
 use crate::source::ActivationPolicy;
 
@@ -200,6 +200,11 @@ impl ExpertBank {
         decode_record(&self.geometry, record, projection, multiplier, &mut values)
             .map_err(|source| self.refused(source))?;
         Ok(values)
+    }
+
+    /// Checks a record that is used as it is stored.
+    pub(super) fn check(&self, record: &[u8]) -> Result<(), ArtifactError> {
+        check_record(&self.geometry, record).map_err(|source| self.refused(source))
     }
 
     pub(crate) fn refused(&self, source: FormatError) -> ArtifactError {

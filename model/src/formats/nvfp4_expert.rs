@@ -216,6 +216,24 @@ pub fn decode_record(
         })
 }
 
+/// Checks the scales of a record without decoding it.
+///
+/// # Errors
+/// When one is negative or not a number.
+pub(crate) fn check_record(geometry: &Geometry, record: &[u8]) -> Result<(), FormatError> {
+    let units = record[..geometry.record_bytes].chunks_exact(UNIT_BYTES);
+    for (unit, bytes) in units.enumerate() {
+        if let Some(at) = bytes[UNIT_CODES..].iter().position(|word| *word >= 0x7F) {
+            return Err(FormatError::InvalidWord {
+                what: "scale",
+                index: (unit * UNIT + at) as u64,
+                word: bytes[UNIT_CODES + at].into(),
+            });
+        }
+    }
+    Ok(())
+}
+
 /// Calls `work` with the number, the scale word and the 16 codes of every block of a matrix's row `row`.
 ///
 /// # Errors

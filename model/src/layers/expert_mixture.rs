@@ -7,7 +7,8 @@
 //! ```
 //!
 //! summed in float32 in the order of the ranks. Gate, up, their product and the outputs exist at the boundaries, unlike in
-//! the family's other mixtures. Rows are gathered expert by expert on the host, which skips experts that no row chose.
+//! the family's other mixtures. Rows are gathered expert by expert on the host, which skips experts that no row chose; a
+//! device that multiplies packed experts has their outputs in one launch per product, and mixes them.
 //!
 //! The routes in f64 take products, activations and sums in f64 between the same boundaries. Hugging Face's steps are those
 //! of [`mixture_of_experts::precise`]: weighted outputs and their sums bfloat16, in ascending id.
@@ -16,11 +17,12 @@
 
 use std::collections::BTreeMap;
 
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::activation;
+use burn::tensor::{Element, Tensor, TensorData};
 use perplexity_kernels::backend::Routing;
 use perplexity_kernels::evaluation::{Arithmetic, Steps};
-use perplexity_kernels::ops::swiglu;
-use perplexity_kernels::{Evaluation, EvaluatorBackend};
+use perplexity_kernels::ops::{swiglu, widen};
+use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 use rayon::prelude::*;
 
 use super::Pass;
@@ -28,7 +30,7 @@ use super::loader::Loader;
 use crate::artifact::ArtifactError;
 use crate::config::{FeedForwardConfig, MoeConfig, TextConfig};
 use crate::experts::arithmetic::{IntegerExpert, silu};
-use crate::experts::{CacheStatistics, ExpertBank, ExpertStore, Ready, Residency};
+use crate::experts::{CacheStatistics, DeviceExperts, ExpertBank, ExpertStore, Ready, Residency};
 use crate::formats::nvfp4_expert::Projection;
 use crate::route::Boundary;
 use crate::scorer::ModelError;
@@ -36,6 +38,8 @@ use crate::source::SourceError;
 
 /// Tokens whose routed outputs are held at a time: at a width of 2,560 and ten experts 400 MiB.
 const TILE: usize = 4096;
+/// The same where a device multiplies packed experts: 2.7 GiB with the integers of their rows.
+const DEVICE_TILE: usize = 16_384;
 
 /// One block's experts.
 #[derive(Debug)]
@@ -62,6 +66,8 @@ pub enum Experts<B: EvaluatorBackend> {
         /// Whether their activations are rounded to 4 bits.
         four_bit: bool,
     },
+    /// The same on a device.
+    Device(DeviceExperts<B>),
 }
 
 /// Gate and up `[inner, hidden]`, down `[hidden, inner]`.
@@ -127,16 +133,17 @@ impl<B: EvaluatorBackend> Matrices<B> {
     }
 
     /// The expert's outputs for `x` `[1, rows, hidden]`: every product and the activation as `how` has them.
-    fn forward(&self, x: Tensor<B, 3>, how: Evaluation) -> Vec<f32> {
+    fn forward(&self, x: Tensor<B, 3>, how: Evaluation) -> Tensor<B, 3> {
         let device = x.device();
-        let (gate, up) = (host(how.project(x.clone(), &self.gate)), host(how.project(x, &self.up)));
+        let (gate, up) = (how.project(x.clone(), &self.gate), how.project(x, &self.up));
         let product = match how.arithmetic {
+            Arithmetic::Native if B::ON_DEVICE => B::round(activation::silu(widen(gate)) * widen(up), how.to),
             Arithmetic::Native => {
-                let product = gate.iter().zip(&up).map(|(g, u)| silu(*g) * u).collect();
-                B::round(tensor::<B>(product, self.inner, &device), how.to)
+                let product = host(gate).into_iter().zip(host(up)).map(|(g, u)| silu(g) * u);
+                B::round(tensor::<B>(product.collect(), self.inner, &device), how.to)
             }
             Arithmetic::Precise(steps) => {
-                let [gate, up] = [gate, up].map(|x| x.into_iter().map(f64::from).collect::<Vec<_>>());
+                let [gate, up] = [gate, up].map(|x| host(x).into_iter().map(f64::from).collect::<Vec<_>>());
                 tensor(
                     swiglu::precise::activate(&gate, &up, steps, how.to),
                     self.inner,
@@ -144,7 +151,7 @@ impl<B: EvaluatorBackend> Matrices<B> {
                 )
             }
         };
-        host(how.project(product, &self.down))
+        how.project(product, &self.down)
     }
 }
 
@@ -187,6 +194,7 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
             Experts::Plain(_) => CacheStatistics::default(),
             Experts::Decoded(store) => store.statistics(),
             Experts::Integer { store, .. } => store.statistics(),
+            Experts::Device(experts) => experts.statistics(),
         }
     }
 
@@ -202,13 +210,41 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
     ) -> Result<Tensor<B, 3>, ModelError> {
         let ([batch, tokens, hidden], device) = (x.dims(), x.device());
         let (how, routing) = (pass.route.on(Boundary::FeedForward), pass.route.on(Boundary::Routing));
-        let choice = Choice::of(routing.route_experts(x.clone(), &self.router, self.top_k));
+        let routed = routing.route_experts(x.clone(), &self.router, self.top_k);
+        let choice = Choice::of(&routed);
         observe(&choice);
-        let shares = host(routing.project(x.clone(), &self.shared_score));
+        let scores = routing.project(x.clone(), &self.shared_score);
         let shared = self.shared.forward(x.clone().reshape([1, batch * tokens, hidden]), how);
+        let residual = pass.route.on(Boundary::Residual);
+        if let (Experts::Device(experts), Arithmetic::Native) = (&self.experts, residual.arithmetic) {
+            let x = x.reshape([batch * tokens, hidden]);
+            let (shared, scores) = (
+                shared.reshape([batch * tokens, hidden]),
+                scores.reshape([batch * tokens, 1]),
+            );
+            let tile = |first: usize| -> Result<_, ModelError> {
+                let count = DEVICE_TILE.min(batch * tokens - first);
+                let rows = |x: &Tensor<B, 2>| x.clone().narrow(0, first, count);
+                let ids = &choice.ids[first * self.top_k..(first + count) * self.top_k];
+                let outputs = experts.outputs(&rows(&x), ids, self.top_k).map_err(SourceError::from)?;
+                let (shared, scores) = (rows(&shared).unsqueeze(), rows(&scores).unsqueeze());
+                Ok(B::combine_experts(
+                    outputs,
+                    rows(&routed.weights),
+                    shared,
+                    scores,
+                    residual.to,
+                ))
+            };
+            let tiles: Vec<Tensor<B, 3>> = (0..batch * tokens)
+                .step_by(DEVICE_TILE)
+                .map(tile)
+                .collect::<Result<_, _>>()?;
+            return Ok(Tensor::cat(tiles, 1).reshape([batch, tokens, hidden]));
+        }
+        let (shares, shared) = (host(scores), host(shared));
         let x = host(x);
         let mut y = vec![0.0; x.len()];
-        let residual = pass.route.on(Boundary::Residual);
         for first in (0..batch * tokens).step_by(TILE) {
             let count = TILE.min(batch * tokens - first);
             let (rows, chosen) = (first * hidden..(first + count) * hidden, first * self.top_k);
@@ -261,7 +297,7 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
                 routed[place * hidden..(place + 1) * hidden].copy_from_slice(output);
             }
         };
-        let multiply = |at: usize, expert: &Matrices<B>| expert.forward(tensor(gather(at), hidden, device), how);
+        let multiply = |at: usize, expert: &Matrices<B>| host(expert.forward(tensor(gather(at), hidden, device), how));
         match &self.experts {
             Experts::Plain(all) => {
                 (experts.iter().enumerate()).for_each(|(at, expert)| scatter(at, multiply(at, &all[*expert])))
@@ -274,16 +310,24 @@ impl<B: EvaluatorBackend> ExpertMixture<B> {
                 };
                 store.each(&experts, multiply, scatter).map_err(SourceError::from)?;
             }
+            Experts::Device(experts) => {
+                let x = B::round(tensor::<B>(x.to_vec(), hidden, device).squeeze_dim(0), Precision::Bf16);
+                return Ok(host(
+                    experts
+                        .outputs(&x, &choice.ids, self.top_k)
+                        .map_err(SourceError::from)?,
+                ));
+            }
         }
         Ok(routed)
     }
 }
 
 impl Choice {
-    fn of<B: EvaluatorBackend>(routing: Routing<B>) -> Self {
+    fn of<B: EvaluatorBackend>(routing: &Routing<B>) -> Self {
         Self {
-            ids: routing.experts.into_data().iter::<u32>().collect(),
-            weights: routing.weights.into_data().iter::<f32>().collect(),
+            ids: vec(routing.experts.to_data()),
+            weights: vec(routing.weights.to_data()),
         }
     }
 }
@@ -337,5 +381,9 @@ fn tensor<B: EvaluatorBackend>(values: Vec<f32>, width: usize, device: &B::Devic
 
 /// Values in C order, widened to float32.
 fn host<B: EvaluatorBackend>(x: Tensor<B, 3>) -> Vec<f32> {
-    x.into_data().iter::<f32>().collect()
+    vec(x.into_data())
+}
+
+fn vec<E: Element>(data: TensorData) -> Vec<E> {
+    data.convert::<E>().into_vec().expect("converted just now")
 }

@@ -139,8 +139,19 @@ impl<B: EvaluatorBackend> Indexer<B> {
         let q = q.reshape([batch, tokens - first, num_heads, head_dim]);
         let q = self.query_norm.forward(q, route.on(Boundary::InnerNorm));
         let first_position = pass.first_position + first;
-        let q = host(route.on(Boundary::Rotary).rotary(q, pass.rotary, first_position));
+        let q = route.on(Boundary::Rotary).rotary(q, pass.rotary, first_position);
         let arithmetic = route.on(Boundary::AttentionOutput).arithmetic;
+        if arithmetic == Arithmetic::Native && B::ON_DEVICE {
+            let keys = TensorData::new(
+                state.pooled.concat(),
+                [batch, state.pooled[0].len() / head_dim, head_dim],
+            );
+            let keys = Tensor::from_data(keys, &q.device());
+            if let Some(selection) = B::choose_blocks(&q, &keys, first_position, ratio, budget / ratio) {
+                return selection;
+            }
+        }
+        let q = host(q);
         let blocks = q
             .par_chunks_exact(num_heads * head_dim)
             .enumerate()

@@ -377,17 +377,20 @@ impl Volume {
     /// The codes of `rows`, one after the other, from where they lie; every row exists.
     fn fetch(&self, rows: &[u64], out: &mut [u8]) -> Result<(), VolumeError> {
         let (geometry, width) = (self.geometry, self.geometry.row_bytes);
-        let places = rows.iter().zip(out.chunks_exact_mut(width));
         match &self.rows {
+            // Nearly every row is in a page of its own: threads wait for theirs side by side.
             Rows::Bytes(map) => {
-                places.for_each(|(row, out)| out.copy_from_slice(&map[geometry.offset(*row) as usize..][..width]));
+                let places = rows.par_iter().zip(out.par_chunks_exact_mut(width));
+                places
+                    .with_min_len(256)
+                    .for_each(|(row, out)| out.copy_from_slice(&map[geometry.offset(*row) as usize..][..width]));
             }
             Rows::File { file, depth } => {
                 let mut blocks: Vec<u64> = rows.iter().map(|row| row / geometry.rows_per_block()).collect();
                 blocks.sort_unstable();
                 blocks.dedup();
                 let bytes = self.read_blocks(file, *depth, &blocks)?;
-                for (row, out) in places {
+                for (row, out) in rows.iter().zip(out.chunks_exact_mut(width)) {
                     let at = blocks.partition_point(|block| *block < row / geometry.rows_per_block());
                     let within = (row % geometry.rows_per_block()) as usize * width;
                     out.copy_from_slice(&bytes[at * BLOCK_BYTES + within..][..width]);

@@ -105,7 +105,7 @@ unsafe fn queue(kernel: &CudaSource, grid: [usize; 3], buffers: &[&CudaTensor], 
 }
 
 /// `values` beside `like`.
-fn upload<E: NoUninit>(like: &CudaTensor, values: &[E], dtype: DType) -> CudaTensor {
+pub(super) fn upload<E: NoUninit>(like: &CudaTensor, values: &[E], dtype: DType) -> CudaTensor {
     let handle = like.client.create_from_slice(bytemuck::cast_slice(values));
     CudaTensor::new_contiguous(
         like.client.clone(),

@@ -7,6 +7,8 @@
 //! R_s = R_s + w_s y
 //! ```
 
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) mod cube;
 pub mod precise;
 
 use burn::tensor::Tensor;
@@ -16,6 +18,7 @@ use crate::backend::EvaluatorBackend;
 use crate::evaluation::{Arithmetic, Evaluation};
 use crate::host_precise::{tensor, values};
 use crate::ops::widen;
+use crate::precision::Precision;
 
 /// `SiLU(z / streams)`.
 pub fn activate<B: EvaluatorBackend>(z: Tensor<B, 3>, streams: usize, how: Evaluation) -> Tensor<B, 3> {
@@ -32,14 +35,32 @@ pub fn activate<B: EvaluatorBackend>(z: Tensor<B, 3>, streams: usize, how: Evalu
 pub fn mix<B: EvaluatorBackend>(u: Tensor<B, 3>, normal: Tensor<B, 4>, how: Evaluation) -> Tensor<B, 3> {
     let [batch, tokens, count, width] = normal.dims();
     let Arithmetic::Precise(steps) = how.arithmetic else {
-        let x = sigmoid(widen(u)).reshape([batch, tokens, count, width]) * widen(normal);
-        let stream = |s: usize| x.clone().narrow(2, s, 1);
-        let sum = (1..count).fold(stream(0), |sum, s| sum + stream(s)) / count as f64;
-        return B::round(sum.reshape([batch, tokens, width]), how.to);
+        return B::mix_streams(u, normal, how.to);
     };
     let device = u.device();
     let x = precise::mix(&values(u), &values(normal), [count, width], steps, how.to);
     tensor(x, [batch, tokens, width], &device)
+}
+
+/// [`mix`] in tensor operations.
+pub fn mix_reference<B: EvaluatorBackend>(u: Tensor<B, 3>, normal: Tensor<B, 4>, to: Precision) -> Tensor<B, 3> {
+    let [batch, tokens, count, width] = normal.dims();
+    let x = sigmoid(widen(u)).reshape([batch, tokens, count, width]) * widen(normal);
+    let stream = |s: usize| x.clone().narrow(2, s, 1);
+    let sum = (1..count).fold(stream(0), |sum, s| sum + stream(s)) / count as f64;
+    B::round(sum.reshape([batch, tokens, width]), to)
+}
+
+/// [`write`] in tensor operations.
+pub fn write_reference<B: EvaluatorBackend>(
+    streams: Tensor<B, 3>,
+    y: Tensor<B, 3>,
+    weights: Tensor<B, 3>,
+    to: Precision,
+) -> Tensor<B, 3> {
+    let (shape, [batch, tokens, width], [_, _, count]) = (streams.dims(), y.dims(), weights.dims());
+    let y = widen(y).reshape([batch, tokens, 1, width]) * weights.reshape([batch, tokens, count, 1]);
+    B::round(widen(streams) + y.reshape(shape), to)
 }
 
 /// The streams' weights `2 sigmoid(v / S)`, `v` `[batch, tokens, S]`, in float32.
@@ -61,10 +82,9 @@ pub fn write<B: EvaluatorBackend>(
     weights: Tensor<B, 3>,
     how: Evaluation,
 ) -> Tensor<B, 3> {
-    let (shape, [batch, tokens, width], [_, _, count]) = (streams.dims(), y.dims(), weights.dims());
+    let (shape, count) = (streams.dims(), weights.dims()[2]);
     let Arithmetic::Precise(steps) = how.arithmetic else {
-        let y = widen(y).reshape([batch, tokens, 1, width]) * weights.reshape([batch, tokens, count, 1]);
-        return B::round(widen(streams) + y.reshape(shape), how.to);
+        return B::write_streams(streams, y, weights, how.to);
     };
     let device = y.device();
     let mut sum = values(streams);

@@ -9,7 +9,19 @@ use crate::cube::{
 };
 use crate::precision::Precision;
 
-/// Rows of `elements` in `width` vectors: `x * rsqrt(mean(x^2) + eps)`, times `1 + w`, or times `w * SiLU(z)` when `gated`.
+/// What the normalised row is multiplied by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Factor {
+    /// `1 + w`
+    Offset,
+    /// `w * SiLU(z)`
+    Silu,
+    /// `w * sigmoid(z)`
+    Sigmoid,
+}
+
+/// Rows of `elements` in `width` vectors: `x * rsqrt(mean(x^2) + eps)` times `factor`; the weights are `streams` rows, which
+/// follow one another from row to row.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn rms_norm<X: Float, W: Float, Z: Float, O: Float, N: Size>(
     x: &Array<Vector<X, N>>,
@@ -17,11 +29,12 @@ fn rms_norm<X: Float, W: Float, Z: Float, O: Float, N: Size>(
     z: &Array<Vector<Z, N>>,
     out: &mut Array<Vector<O, N>>,
     rows: usize,
+    streams: usize,
     elements: u32,
     eps: f32,
     #[comptime] width: usize,
     #[comptime] lanes: u32,
-    #[comptime] gated: bool,
+    #[comptime] factor: Factor,
     #[comptime] planes: bool,
     #[comptime] to: Precision,
     #[define(X, W, Z, O)] _dtypes: [StorageType; 4],
@@ -55,33 +68,38 @@ fn rms_norm<X: Float, W: Float, Z: Float, O: Float, N: Size>(
     for i in 0..steps {
         let at = lane + i * lanes as usize;
         if live && at < width {
-            let w = Vector::<f32, N>::cast_from(weight[at]);
+            let w = Vector::<f32, N>::cast_from(weight[row % streams * width + at]);
             let mut y = values[i] * scale;
-            if comptime!(gated) {
-                let gate = Vector::<f32, N>::cast_from(z[start + at]);
-                y = y * w * (gate * sigmoid::<N>(gate));
-            } else {
+            if comptime!(factor == Factor::Offset) {
                 y = y * (w + Vector::new(1.0f32));
+            } else {
+                let gate = Vector::<f32, N>::cast_from(z[start + at]);
+                if comptime!(factor == Factor::Silu) {
+                    y = y * w * (gate * sigmoid::<N>(gate));
+                } else {
+                    y = y * w * sigmoid::<N>(gate);
+                }
             }
             out[start + at] = Vector::cast_from(rounded::<N>(y, to));
         }
     }
 }
 
-/// `x` and `z` `[..., n]`, `weight` `[n]`, contiguous; without `z` the weight is `1 + w`.
+/// `x` and `z` `[..., n]`, `weight` `[n]` or `[streams, n]` for rows that alternate between streams, contiguous; without `z`
+/// the factor is `1 + w`.
 pub(crate) fn launch<R: KernelRuntime>(
     x: CubeTensor<R>,
     weight: CubeTensor<R>,
-    z: Option<CubeTensor<R>>,
+    z: Option<(CubeTensor<R>, Factor)>,
     eps: f32,
     to: Precision,
 ) -> CubeTensor<R> {
     let shape = x.meta.shape().clone();
-    let width = weight.meta.num_elements();
+    let width = *weight.meta.shape().last().unwrap_or(&1);
+    let streams = weight.meta.num_elements() / width;
     let rows = x.meta.num_elements() / width;
     let out = empty(&x, shape, storage::<R>(to));
-    let gated = z.is_some();
-    let z = z.unwrap_or_else(|| x.clone());
+    let (z, factor) = z.unwrap_or_else(|| (x.clone(), Factor::Offset));
     let dtypes: [DType; 4] = [x.dtype, weight.dtype, z.dtype, out.dtype];
     let size = vector_size(&x, width, &dtypes);
     let vectors = width / size;
@@ -100,11 +118,12 @@ pub(crate) fn launch<R: KernelRuntime>(
             z.into_array_arg(),
             out.clone().into_array_arg(),
             rows,
+            streams,
             width as u32,
             eps,
             vectors,
             lanes,
-            gated,
+            factor,
             planes(&client),
             left_to_round(to, out.dtype),
             dtypes.map(Into::into),

@@ -11,6 +11,19 @@ use crate::backend::EvaluatorBackend;
 use crate::ops::widen;
 use crate::precision::Precision;
 
+/// Of each of several streams by itself: `x` `[batch, tokens, S, n]`, `weight` `[S, n]`.
+pub fn stream_reference<B: EvaluatorBackend>(
+    x: Tensor<B, 4>,
+    weight: Tensor<B, 2>,
+    eps: f32,
+    to: Precision,
+) -> Tensor<B, 4> {
+    let [streams, width] = weight.dims();
+    let plain = Tensor::zeros([width], &x.device());
+    let x = B::offset_rms_norm(x, plain, eps, Precision::Full);
+    B::round(x * (weight + 1.0).reshape([1, 1, streams, width]), to)
+}
+
 /// `x` `[..., n]`, `weight` `[n]`.
 pub fn reference<B: EvaluatorBackend, const D: usize>(
     x: Tensor<B, D>,

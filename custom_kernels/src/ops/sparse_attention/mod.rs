@@ -7,6 +7,15 @@
 //! ```
 //!
 //! Every chosen block lies below `c`. A query need not read its own key.
+//!
+//! # Choice
+//!
+//! Index queries `iq` and a key `K_b` per block decide: of the `c` blocks those with the largest scores, of equal ones the
+//! lowest numbers,
+//!
+//! ```text
+//! score_b = 1/sqrt(W) sum_heads max(iq_h . K_b, 0)          zeros without sign, float32
+//! ```
 
 #[cfg(any(feature = "ndarray", feature = "flex"))]
 pub mod host;
