@@ -42,7 +42,7 @@ pub fn mix<B: EvaluatorBackend>(u: Tensor<B, 3>, normal: Tensor<B, 4>, how: Eval
     tensor(x, [batch, tokens, width], &device)
 }
 
-/// [`mix`] in tensor operations.
+/// [`mix()`] in tensor operations.
 pub fn mix_reference<B: EvaluatorBackend>(u: Tensor<B, 3>, normal: Tensor<B, 4>, to: Precision) -> Tensor<B, 3> {
     let [batch, tokens, count, width] = normal.dims();
     let x = sigmoid(widen(u)).reshape([batch, tokens, count, width]) * widen(normal);
@@ -51,7 +51,7 @@ pub fn mix_reference<B: EvaluatorBackend>(u: Tensor<B, 3>, normal: Tensor<B, 4>,
     B::round(sum.reshape([batch, tokens, width]), to)
 }
 
-/// [`write`] in tensor operations.
+/// [`write()`] in tensor operations.
 pub fn write_reference<B: EvaluatorBackend>(
     streams: Tensor<B, 3>,
     y: Tensor<B, 3>,
