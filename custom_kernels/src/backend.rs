@@ -22,7 +22,7 @@ use crate::ops::{
 use crate::precise::{Host, Precise};
 use crate::precision::Precision;
 
-pub use crate::ops::coded_rows::{RowCoding, RowFormat};
+pub use crate::ops::coded_rows::{CodedSides, RowCoding, RowFormat};
 pub use crate::ops::expert_feed_forward::Expert;
 pub use crate::ops::gated_delta_rule::DeltaHeads;
 pub use crate::ops::mixture_of_experts::Mixture;
@@ -366,6 +366,19 @@ pub trait EvaluatorBackend: Backend {
         to: Precision,
     ) -> Tensor<Self, 4> {
         causal_attention::reference(q, keys, values, first_position, to)
+    }
+
+    /// [`EvaluatorBackend::causal_attention`] over `keys`, `values` `[batch, kv_heads, capacity, words]` in codes, as
+    /// [`EvaluatorBackend::append_coded`] leaves them. `None` on backends without a device.
+    fn coded_attention(
+        q: Tensor<Self, 4>,
+        keys: Tensor<Self, 4, Int>,
+        values: Tensor<Self, 4, Int>,
+        sides: CodedSides,
+        first_position: usize,
+        to: Precision,
+    ) -> Option<Tensor<Self, 4>> {
+        causal_attention::over_decoded(q, keys, values, sides, first_position, to)
     }
 
     /// Grouped-query attention of `q` `[batch, tokens, heads, head_dim]` over the blocks of `keys`, `values`

@@ -7,8 +7,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_cubecl::{CubeBackend, CubeElement, kernel};
 
 use crate::backend::{
-    ActivationFormat, BlockSelection, DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores, PackedExperts,
-    Residency, RotaryTable, Routing, RowCoding, RowFormat,
+    ActivationFormat, BlockSelection, CodedSides, DeltaHeads, EvaluatorBackend, Expert, HeadRequest, HeadScores,
+    PackedExperts, Residency, RotaryTable, Routing, RowCoding, RowFormat,
 };
 use crate::cube::{
     CubeTensor, KernelRuntime, MixtureOperands, PackedJob, contiguous, empty, primitive, storage, tensor,
@@ -570,7 +570,24 @@ where
             Precision::Bf16 => R::causal_attention(&q, &keys, &values, first_position),
             _ => None,
         };
-        tensor(special.unwrap_or_else(|| causal_attention::cube::launch(q, keys, values, first_position, to)))
+        tensor(special.unwrap_or_else(|| causal_attention::cube::launch(q, keys, values, first_position, None, to)))
+    }
+
+    fn coded_attention(
+        q: Tensor<Self, 4>,
+        keys: Tensor<Self, 4, Int>,
+        values: Tensor<Self, 4, Int>,
+        sides: CodedSides,
+        first_position: usize,
+        to: Precision,
+    ) -> Option<Tensor<Self, 4>> {
+        // Tensor cores outrun threads that decode: a runtime with its own kernel decodes each row once, before.
+        if R::NARROW && to == Precision::Bf16 {
+            return causal_attention::over_decoded(q, keys, values, sides, first_position, to);
+        }
+        let [keys, values] = [keys, values].map(|words| contiguous(words.into_primitive()));
+        let o = causal_attention::cube::launch(primitive(q), keys, values, first_position, Some(sides), to);
+        Some(tensor(o))
     }
 
     fn sparse_attention(

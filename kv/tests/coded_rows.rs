@@ -2,7 +2,8 @@
 #![cfg(any(feature = "cuda", feature = "vulkan"))]
 
 use burn::tensor::{Int, Tensor, TensorData};
-use perplexity_kernels::backend::RowCoding;
+use perplexity_kernels::backend::{CodedSides, RowCoding};
+use perplexity_kernels::ops::causal_attention::over_decoded;
 use perplexity_kernels::{EvaluatorBackend, Precision};
 use perplexity_kv::basis::Basis;
 use perplexity_kv::codec::{decode_rows, encode_rows};
@@ -204,10 +205,86 @@ fn bases_equal_the_host<B: EvaluatorBackend>() {
     }
 }
 
+/// Attention over codes equals attention over the same rows decoded first, bit for bit.
+fn attention_over_codes_is_over_decoded_rows<B: EvaluatorBackend>() {
+    let side = |name: &str| *variants().find(|variant| variant.name == name).expect("a pair by name");
+    let (int8, fp8, nvfp4, rk8v4) = (side("int8"), side("fp8"), side("nvfp4"), side("rk8v4@b"));
+    let pairs = [
+        (int8.k, int8.v),
+        (fp8.k, fp8.v),
+        (nvfp4.k, nvfp4.v),
+        (int8.k, nvfp4.v),
+        (rk8v4.k, rk8v4.v),
+        (nvfp4.k, fp8.v),
+    ];
+    // Tokens of the pass, tokens before, query and key heads, windows.
+    let shapes = [
+        (1, 0, [4, 4], 1),
+        (63, 0, [6, 2], 2),
+        (64, 1, [5, 1], 1),
+        (65, 0, [2, 2], 1),
+        (127, 66, [6, 3], 1),
+        (129, 0, [3, 1], 2),
+        (1, 128, [24, 4], 1),
+    ];
+    let device = Default::default();
+    let tensor = |seed, shape: [usize; 4]| {
+        let data = TensorData::new(gaussian(seed, shape.iter().product()), shape);
+        Tensor::<B, 4>::from_data(data, &device)
+    };
+    for (k, v) in pairs {
+        for (tokens, first, [heads, kv_heads], batch) in shapes {
+            let (visible, capacity) = (first + tokens, first + tokens + 3);
+            let words = |side: Side, seed| {
+                let coding = side.row_coding().expect("a kernel");
+                // What lies beyond the visible rows decodes to NaN.
+                let shape = [batch, kv_heads, capacity, coding.format.words()];
+                let cache = Tensor::<B, 4, Int>::full(shape, -1, &device);
+                let rows = tensor(seed, [batch, visible, kv_heads, HEAD_DIM]);
+                let words = B::append_coded(cache, rows, 0, coding).expect("a device codes rows");
+                (words, coding.format)
+            };
+            let ((keys, k_format), (values, v_format)) = (words(k, 1), words(v, 2));
+            // To float32, where codes are read by every device; tensor cores, whose results are 16 bits, never do.
+            let to = Precision::Full;
+            for precision in [Precision::Full, Precision::F16] {
+                let sides = CodedSides {
+                    keys: k_format,
+                    values: v_format,
+                    precision,
+                };
+                let q = B::round(tensor(3, [batch, tokens, heads, HEAD_DIM]), precision);
+                // Freed at once, for the outputs to be made of.
+                let poison = Tensor::<B, 4>::full([batch, tokens, heads, HEAD_DIM], f32::NAN, &device);
+                drop(B::round(poison, to));
+                let over_codes = B::coded_attention(q.clone(), keys.clone(), values.clone(), sides, first, to);
+                let decoded = over_decoded::<B>(q, keys.clone(), values.clone(), sides, first, to);
+                let [got, want] = [over_codes, decoded].map(|o| {
+                    let o = o.expect("a device reads codes");
+                    assert_eq!(o.dims(), [batch, tokens, heads, HEAD_DIM]);
+                    o.into_data().iter::<f32>().collect::<Vec<f32>>()
+                });
+                assert!(want.iter().all(|x| x.is_finite()));
+                let apart = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits());
+                assert!(
+                    apart.is_none(),
+                    "{k_format:?}, {v_format:?}: element {apart:?} at {tokens} tokens after {first}, {heads}/{kv_heads} heads \
+                     of {batch} windows, rows in {precision:?}"
+                );
+            }
+        }
+    }
+}
+
 /// The tests on one backend.
 macro_rules! suite {
     ($name:ident, $backend:ty, $keeps_subnormals:expr) => {
         mod $name {
+            #[test]
+            fn attention_over_codes_is_over_decoded_rows() {
+                super::attention_over_codes_is_over_decoded_rows::<$backend>();
+            }
+
             #[test]
             fn coded_rows_equal_the_host() {
                 super::coded_rows_equal_the_host::<$backend>($keeps_subnormals);

@@ -13,6 +13,7 @@ pub mod precise;
 use burn::tensor::{Int, Tensor, activation::softmax};
 
 use crate::backend::EvaluatorBackend;
+use crate::ops::coded_rows::CodedSides;
 use crate::ops::widen;
 use crate::precision::Precision;
 
@@ -45,4 +46,19 @@ pub fn reference<B: EvaluatorBackend>(
         .greater(query_position.expand([batch, heads, tokens, visible]));
     let weights = softmax(scores.mask_fill(future, f32::NEG_INFINITY), 3);
     B::round(weights.matmul(expand(values)).swap_dims(1, 2), to)
+}
+
+/// Attention over rows in codes, all visible ones decoded first; see [`EvaluatorBackend::coded_attention`].
+pub fn over_decoded<B: EvaluatorBackend>(
+    q: Tensor<B, 4>,
+    keys: Tensor<B, 4, Int>,
+    values: Tensor<B, 4, Int>,
+    sides: CodedSides,
+    first_position: usize,
+    to: Precision,
+) -> Option<Tensor<B, 4>> {
+    let visible = first_position + q.dims()[1];
+    let keys = B::decoded_rows(keys, visible, sides.keys, sides.precision)?;
+    let values = B::decoded_rows(values, visible, sides.values, sides.precision)?;
+    Some(B::causal_attention(q, keys, values, first_position, to))
 }

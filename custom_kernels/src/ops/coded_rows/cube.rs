@@ -241,6 +241,42 @@ fn encode<X: Float>(
     }
 }
 
+/// Scale `index` of the row whose words begin at `place`.
+#[cube]
+pub(crate) fn scale_of<W: Numeric>(words: &Array<W>, place: usize, index: usize, #[comptime] format: RowFormat) -> f32 {
+    let bits = comptime!(format.scales().1);
+    let per_word = comptime!((32 / bits) as usize);
+    let word = u32::cast_from(words[place + comptime!(format.code_words()) + index / per_word]);
+    let scale = (word >> ((index % per_word) as u32 * bits)) & comptime!((1u32 << bits) - 1);
+    if comptime!(bits == 8) {
+        e4m3(scale)
+    } else {
+        half_float(scale)
+    }
+}
+
+/// Code `index` of `word` times the scale, rounded to `to`.
+#[cube]
+pub(crate) fn value_of(
+    word: u32,
+    index: u32,
+    scale: f32,
+    #[comptime] format: RowFormat,
+    #[comptime] to: Precision,
+) -> f32 {
+    let bits = comptime!(format.code_bits());
+    let code = (word >> (index * bits)) & comptime!((1u32 << bits) - 1);
+    let number = match comptime!(format) {
+        RowFormat::Absmax { .. } => {
+            let sign = comptime!(1u32 << (bits - 1));
+            f32::cast_from(code ^ sign) - f32::cast_from(sign)
+        }
+        RowFormat::Fp8 => e4m3(code),
+        RowFormat::Nvfp4 { .. } => e2m1(code),
+    };
+    rounded::<Const<1>>(Vector::new(number * scale), to)[0]
+}
+
 /// `cache` `[rows / visible, capacity, words]` to `out` `[rows / visible, visible, 256]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn decode<O: Float>(
@@ -255,40 +291,20 @@ fn decode<O: Float>(
 ) {
     let row = ABSOLUTE_POS / GROUP as usize;
     if row < rows {
-        let lane = UNIT_POS % GROUP;
+        let lane = (UNIT_POS % GROUP) as usize;
         let place = (row / visible * capacity + row % visible) * comptime!(format.words());
-        let group = comptime!(format.scales().0);
-        let scale_bits = comptime!(format.scales().1);
-        let per_word = comptime!(32 / scale_bits);
-        let index = lane / comptime!((group / HELD) as u32);
-        let scales = cache[place + comptime!(format.code_words()) + (index / per_word) as usize];
-        let word = (scales >> (index % per_word * scale_bits)) & comptime!((1u32 << scale_bits) - 1);
-        let scale = if comptime!(scale_bits == 8) {
-            e4m3(word)
-        } else {
-            half_float(word)
-        };
-        let bits = comptime!(format.code_bits());
-        let words = comptime!(HELD * bits as usize / 32);
+        let scale = scale_of::<u32>(cache, place, lane / comptime!(format.scales().0 / HELD), format);
+        let words = comptime!(HELD * format.code_bits() as usize / 32);
         #[unroll]
         for half in 0..2usize {
-            let word = cache[place + lane as usize * words + comptime!(half * words / 2)];
+            let word = cache[place + lane * words + comptime!(half * words / 2)];
             let mut value = Vector::<f32, Const<4>>::new(0.0f32);
             #[unroll]
             for i in 0..4usize {
-                let first = comptime!(if words == 1 { 4 * half } else { 0 });
-                let code = (word >> comptime!(bits * (first + i) as u32)) & comptime!((1u32 << bits) - 1);
-                let number = match comptime!(format) {
-                    RowFormat::Absmax { .. } => {
-                        let sign = comptime!(1u32 << (bits - 1));
-                        f32::cast_from(code ^ sign) - f32::cast_from(sign)
-                    }
-                    RowFormat::Fp8 => e4m3(code),
-                    RowFormat::Nvfp4 { .. } => e2m1(code),
-                };
-                value[i] = number * scale;
+                let index = comptime!((if words == 1 { 4 * half + i } else { i }) as u32);
+                value[i] = value_of(word, index, scale, format, to);
             }
-            out[2 * ABSOLUTE_POS + half] = Vector::cast_from(rounded::<Const<4>>(value, to));
+            out[2 * ABSOLUTE_POS + half] = Vector::cast_from(value);
         }
     }
 }

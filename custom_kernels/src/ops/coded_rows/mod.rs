@@ -16,6 +16,8 @@
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 pub(crate) mod cube;
 
+use crate::precision::Precision;
+
 /// Values of a row: the formats are defined for this head size.
 pub const ROW: usize = 256;
 
@@ -48,6 +50,17 @@ pub enum RowFormat {
         /// How many of [`NVFP4_TARGETS`] are tried.
         targets: usize,
     },
+}
+
+/// Keys and values in codes, as attention reads them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CodedSides {
+    /// Format of the keys.
+    pub keys: RowFormat,
+    /// Format of the values.
+    pub values: RowFormat,
+    /// What decoded values are rounded to.
+    pub precision: Precision,
 }
 
 impl RowFormat {
