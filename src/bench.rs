@@ -246,16 +246,18 @@ impl Options {
     }
 }
 
+/// Operations of `pass` with the first format, where the device keeps it packed.
 fn measure(options: &Options, source: &dyn TextSource, pass: PassShape) -> Result<Operations, Failure> {
+    let kv = options.caches[0].codec();
     let measured = match options.device {
         #[cfg(feature = "ndarray")]
-        Device::NdArray => backends::ndarray::measure(source, options.route, pass),
+        Device::NdArray => backends::ndarray::measure(source, options.route, pass, kv),
         #[cfg(feature = "flex")]
-        Device::Flex => backends::flex::measure(source, options.route, pass),
+        Device::Flex => backends::flex::measure(source, options.route, pass, kv),
         #[cfg(feature = "cuda")]
-        Device::Cuda(n) => backends::cuda::measure(source, options.route, pass, n),
+        Device::Cuda(n) => backends::cuda::measure(source, options.route, pass, kv, n),
         #[cfg(feature = "vulkan")]
-        Device::Vulkan(_) => backends::vulkan::measure(source, options.route, pass),
+        Device::Vulkan(_) => backends::vulkan::measure(source, options.route, pass, kv),
         #[allow(unreachable_patterns, reason = "not every build has every device")]
         other => return Err(UsageError::DeviceNotBuilt(other).into()),
     };

@@ -10,7 +10,7 @@
 
 use std::ops::{Add, Sub};
 
-use burn::tensor::{FloatDType, Tensor, TensorData, backend::Backend};
+use burn::tensor::{Tensor, TensorData, backend::Backend};
 use perplexity_kernels::{EvaluatorBackend, Precision, ops};
 
 /// Basis in which one side of the cache is stored.
@@ -76,10 +76,11 @@ impl Basis {
 
     /// [`Basis::forward`] on the last dimension of a tensor by the backend's own operation, rounded once.
     pub fn forward_on<B: EvaluatorBackend, const D: usize>(self, x: Tensor<B, D>, to: Precision) -> Tensor<B, D> {
-        match self.block(x.dims()[D - 1]) {
-            None => B::round(x, to),
-            Some(n) => B::hadamard(self.signed(x.cast(FloatDType::F32)), n, to),
-        }
+        let Some(n) = self.block(x.dims()[D - 1]) else {
+            return B::round(x, to);
+        };
+        // Signs change no rounding, in whatever type the rows come.
+        B::hadamard(self.signed(x), n, to)
     }
 
     /// [`Basis::inverse`] on the last dimension of a tensor by the backend's own operation, rounded once.

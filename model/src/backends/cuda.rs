@@ -6,6 +6,7 @@ use std::time::UNIX_EPOCH;
 use burn::backend::Cuda;
 use burn::backend::cuda::CudaDevice;
 use perplexity_kernels::cuda::card::{self, Card};
+use perplexity_kv::options::KvOptions;
 
 use super::DeviceFacts;
 use crate::bench::{self, Operations, PassShape};
@@ -65,7 +66,8 @@ pub fn measure(
     source: &dyn TextSource,
     route: Route,
     shape: PassShape,
+    kv: Option<&KvOptions>,
     index: usize,
 ) -> Result<Operations, ModelError> {
-    bench::measure::<Cuda<f32, i32>>(source, route, shape, &CudaDevice::new(index))
+    bench::measure::<Cuda<f32, i32>>(source, route, shape, kv, &CudaDevice::new(index))
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use burn_flex::{Flex, FlexDevice};
+use perplexity_kv::options::KvOptions;
 
 use crate::bench::{self, Operations, PassShape};
 use crate::calibrate;
@@ -34,6 +35,11 @@ pub fn load(source: &dyn TextSource, options: &ScorerOptions) -> Result<Box<dyn 
 ///
 /// # Errors
 /// See [`ModelError`].
-pub fn measure(source: &dyn TextSource, route: Route, shape: PassShape) -> Result<Operations, ModelError> {
-    bench::measure::<Flex>(source, route, shape, &FlexDevice)
+pub fn measure(
+    source: &dyn TextSource,
+    route: Route,
+    shape: PassShape,
+    kv: Option<&KvOptions>,
+) -> Result<Operations, ModelError> {
+    bench::measure::<Flex>(source, route, shape, kv, &FlexDevice)
 }

@@ -1,6 +1,7 @@
 //! `NdArray`, the reference CPU backend.
 
 use burn_ndarray::{NdArray, NdArrayDevice};
+use perplexity_kv::options::KvOptions;
 
 use crate::bench::{self, Operations, PassShape};
 use crate::route::Route;
@@ -23,6 +24,11 @@ pub fn load(source: &dyn TextSource, options: &ScorerOptions) -> Result<Box<dyn 
 ///
 /// # Errors
 /// See [`ModelError`].
-pub fn measure(source: &dyn TextSource, route: Route, shape: PassShape) -> Result<Operations, ModelError> {
-    bench::measure::<NdArray<f32>>(source, route, shape, &NdArrayDevice::Cpu)
+pub fn measure(
+    source: &dyn TextSource,
+    route: Route,
+    shape: PassShape,
+    kv: Option<&KvOptions>,
+) -> Result<Operations, ModelError> {
+    bench::measure::<NdArray<f32>>(source, route, shape, kv, &NdArrayDevice::Cpu)
 }

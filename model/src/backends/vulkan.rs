@@ -3,6 +3,7 @@
 use burn::backend::Vulkan;
 use burn::backend::wgpu::WgpuDevice;
 use perplexity_kernels::cube;
+use perplexity_kv::options::KvOptions;
 
 use super::DeviceFacts;
 use crate::bench::{self, Operations, PassShape};
@@ -42,7 +43,12 @@ pub fn load(source: &dyn TextSource, options: &ScorerOptions) -> Result<Box<dyn 
 ///
 /// # Errors
 /// See [`ModelError`].
-pub fn measure(source: &dyn TextSource, route: Route, shape: PassShape) -> Result<Operations, ModelError> {
+pub fn measure(
+    source: &dyn TextSource,
+    route: Route,
+    shape: PassShape,
+    kv: Option<&KvOptions>,
+) -> Result<Operations, ModelError> {
     facts()?;
-    bench::measure::<Vulkan<f32, i32, u8>>(source, route, shape, &WgpuDevice::DefaultDevice)
+    bench::measure::<Vulkan<f32, i32, u8>>(source, route, shape, kv, &WgpuDevice::DefaultDevice)
 }

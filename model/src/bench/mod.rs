@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{Distribution, Tensor};
 use perplexity_kernels::{EvaluatorBackend, Precision};
+use perplexity_kv::options::KvOptions;
 use serde::Serialize;
 
 use crate::route::Route;
@@ -88,7 +89,8 @@ pub struct Operations {
     pub operations: Vec<OperationTime>,
 }
 
-/// Measures every operation of one pass of the model `source` on `device`.
+/// Measures every operation of one pass of the model `source` on `device`, with a cache in the formats of `kv` where the
+/// device keeps it packed, else of rows as they are.
 ///
 /// # Errors
 /// When a weight cannot be loaded.
@@ -96,10 +98,11 @@ pub(crate) fn measure<B: EvaluatorBackend>(
     source: &dyn TextSource,
     route: Route,
     shape: PassShape,
+    kv: Option<&KvOptions>,
     device: &B::Device,
 ) -> Result<Operations, ModelError> {
     let ceilings = ceilings::<B>(device);
-    let operations = operations::measure::<B>(source, route, shape, device)?;
+    let operations = operations::measure::<B>(source, route, shape, kv, device)?;
     Ok(Operations { ceilings, operations })
 }
 

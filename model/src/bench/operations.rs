@@ -1,12 +1,16 @@
 //! The operations of a pass: which, how often, with what operands.
 
-use burn::tensor::Tensor;
-use perplexity_kernels::backend::{DeltaHeads, HeadRequest, RotaryTable};
+use burn::tensor::{Int, Tensor};
+use perplexity_kernels::backend::{CodedSides, DeltaHeads, HeadRequest, RotaryTable, RowCoding};
 use perplexity_kernels::ops::rotary::frequencies;
 use perplexity_kernels::{EvaluatorBackend, Precision};
+use perplexity_kv::basis::Basis;
+use perplexity_kv::options::KvOptions;
+use perplexity_kv::registry::Side;
 
 use super::{OperationTime, PassShape, median, random, size};
 use crate::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig};
+use crate::layers::kv_cache::{decoded_precision, packed_on_devices};
 use crate::layers::loader::{LoadOptions, Loader};
 use crate::layers::moe::Moe;
 use crate::route::{Boundary, Route};
@@ -21,6 +25,7 @@ pub(super) fn measure<B: EvaluatorBackend>(
     source: &dyn TextSource,
     route: Route,
     shape: PassShape,
+    kv: Option<&KvOptions>,
     device: &B::Device,
 ) -> Result<Vec<OperationTime>, ModelError> {
     let config = source.config();
@@ -48,7 +53,7 @@ pub(super) fn measure<B: EvaluatorBackend>(
         bench.delta_net(layer, dims)?;
     }
     if let (Some(layer), Some(dims)) = (first(LayerType::FullAttention), &config.attention) {
-        bench.attention(layer, dims)?;
+        bench.attention(layer, dims, kv)?;
     }
     match &config.feed_forward {
         FeedForwardConfig::Dense { intermediate_size } => bench.feed_forward("mlp", *intermediate_size)?,
@@ -204,7 +209,7 @@ impl<B: EvaluatorBackend> Bench<'_, B> {
         Ok(())
     }
 
-    fn attention(&mut self, layer: usize, dims: &AttentionConfig) -> Result<(), ModelError> {
+    fn attention(&mut self, layer: usize, dims: &AttentionConfig, kv: Option<&KvOptions>) -> Result<(), ModelError> {
         let loader = self.loader.scope(&format!("layers/{layer}")).scope("attention");
         let &AttentionConfig {
             num_heads,
@@ -215,7 +220,7 @@ impl<B: EvaluatorBackend> Bench<'_, B> {
         let hidden = self.config.hidden_size;
         let (queries, keys) = (num_heads * head_dim, num_kv_heads * head_dim);
         let (to, device, calls) = (self.to, self.device, self.layers(LayerType::FullAttention));
-        let PassShape { batch, tokens, before } = self.shape;
+        let PassShape { tokens, before, .. } = self.shape;
 
         let query = loader.matrix("query", [queries, hidden])?;
         self.product("attention: query, gate", 2 * calls, &query, [queries, hidden]);
@@ -241,25 +246,10 @@ impl<B: EvaluatorBackend> Bench<'_, B> {
             drop(B::rotary(k.clone(), &table, before, to));
         });
 
-        let cache = || random::<B, 4>([batch, num_kv_heads, before + tokens, head_dim], to, device);
-        let (mut written, values) = (cache(), cache());
-        self.time("attention: cache write", 2 * calls, 0, 2 * size(&k), || {
-            // The cache is handed over and back, as a layer does, so that it is written in place.
-            let held = std::mem::replace(&mut written, Tensor::zeros([1, 1, 1, 1], device));
-            written = B::append_rows(held, k.clone(), before);
-        });
-        // A query at position p sees p + 1 keys: products with K and with V.
-        let pairs = batch * (tokens * before + tokens * (tokens + 1) / 2);
-        let bytes = 2 * (size(&q) + size(&values));
-        self.time("attention", calls, 4 * pairs * queries, bytes, || {
-            drop(B::causal_attention(
-                q.clone(),
-                written.clone(),
-                values.clone(),
-                before,
-                to,
-            ));
-        });
+        match kv.filter(|_| B::ON_DEVICE).and_then(|kv| packed_on_devices(kv, layer)) {
+            Some(sides) => self.packed_cache(q, k, sides, calls),
+            None => self.plain_cache(q, k, calls),
+        }
         let o = self.rows(queries);
         self.time("attention: output gate", calls, 0, 3 * size(&o), || {
             drop(B::sigmoid_gate(o.clone(), o.clone(), to));
@@ -267,6 +257,85 @@ impl<B: EvaluatorBackend> Bench<'_, B> {
         let output = loader.matrix("output", [hidden, queries])?;
         self.product_add("attention: output", calls, &output, [hidden, queries]);
         Ok(())
+    }
+
+    /// Products of queries with keys and of weights with values: a query at position `p` sees `p + 1` keys.
+    fn attention_flops(&self, queries: usize) -> usize {
+        let PassShape { batch, tokens, before } = self.shape;
+        4 * batch * (tokens * before + tokens * (tokens + 1) / 2) * queries
+    }
+
+    /// A cache of rows as given and attention over it, for queries `q` and the pass's own keys `k`, which are values too.
+    fn plain_cache(&mut self, q: Tensor<B, 4>, k: Tensor<B, 4>, calls: usize) {
+        let (to, device, PassShape { batch, tokens, before }) = (self.to, self.device, self.shape);
+        let ([_, _, heads, head_dim], kv_heads) = (q.dims(), k.dims()[2]);
+        let cache = || random::<B, 4>([batch, kv_heads, before + tokens, head_dim], to, device);
+        let (mut written, values) = (cache(), cache());
+        self.time("attention: cache write", 2 * calls, 0, 2 * size(&k), || {
+            // The cache is handed over and back, as a layer does, so that it is written in place.
+            let held = std::mem::replace(&mut written, Tensor::zeros([1, 1, 1, 1], device));
+            written = B::append_rows(held, k.clone(), before);
+        });
+        let (flops, bytes) = (self.attention_flops(heads * head_dim), 2 * (size(&q) + size(&values)));
+        self.time("attention", calls, flops, bytes, || {
+            let operands = (q.clone(), written.clone(), values.clone());
+            drop(B::causal_attention(operands.0, operands.1, operands.2, before, to));
+        });
+    }
+
+    /// As [`Self::plain_cache`] for a cache in codes of the formats of `sides`.
+    fn packed_cache(&mut self, q: Tensor<B, 4>, k: Tensor<B, 4>, sides: [(Side, RowCoding); 2], calls: usize) {
+        let (to, device, PassShape { batch, tokens, before }) = (self.to, self.device, self.shape);
+        let ([_, _, heads, head_dim], kv_heads) = (q.dims(), k.dims()[2]);
+        let precision = decoded_precision(to);
+        let on_device = "a device of its own codes rows";
+        let append = |words: Tensor<B, 4, Int>, rows: Tensor<B, 4>, at, coding| {
+            B::append_coded(words, rows, at, coding).expect(on_device)
+        };
+        let [mut keys, mut values] = sides.map(|(_, coding)| {
+            let rows = random::<B, 4>([batch, before + tokens, kv_heads, head_dim], to, device);
+            let shape = [batch, kv_heads, before + tokens, coding.format.words()];
+            Some(append(Tensor::zeros(shape, device), rows, 0, coding))
+        });
+        let row_bytes: usize = sides
+            .map(|(_, coding)| coding.format.words() * size_of::<u32>())
+            .iter()
+            .sum();
+        let written = 2 * size(&k) + batch * kv_heads * tokens * row_bytes;
+        self.time("attention: cache write", calls, 0, written, || {
+            for (side, (_, coding)) in [&mut keys, &mut values].into_iter().zip(sides) {
+                *side = side.take().map(|words| append(words, k.clone(), before, coding));
+            }
+        });
+        let (keys, values) = keys.zip(values).expect(on_device);
+        let [key_basis, value_basis] = sides.map(|(side, _)| side.spec().basis());
+        let turned = key_basis.forward_on(q.clone(), precision);
+        self.time("attention: query basis", calls, 0, size(&q) + size(&turned), || {
+            drop(key_basis.forward_on(q.clone(), precision));
+        });
+        let formats = CodedSides {
+            keys: sides[0].1.format,
+            values: sides[1].1.format,
+            precision,
+        };
+        let attend = || {
+            let operands = (turned.clone(), keys.clone(), values.clone());
+            B::coded_attention(operands.0, operands.1, operands.2, formats, before, to).expect(on_device)
+        };
+        let o = attend();
+        let bytes = size(&turned) + size(&o) + batch * kv_heads * (before + tokens) * row_bytes;
+        self.time(
+            "attention",
+            calls,
+            self.attention_flops(heads * head_dim),
+            bytes,
+            || drop(attend()),
+        );
+        if value_basis != Basis::Identity {
+            self.time("attention: output basis", calls, 0, 2 * size(&o), || {
+                drop(value_basis.inverse_on(o.clone(), to));
+            });
+        }
     }
 
     /// Router, routed experts and the shared one, in one operation.

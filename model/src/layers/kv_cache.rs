@@ -9,11 +9,11 @@
 //! ```
 //!
 //! On a device of its own the rows stay there, coded bit for bit as on the host. Formats with kernels for both sides are
-//! kept packed and decoded for each pass; the others are coded and decoded in tensor operations as they come and kept as decoded. Either way
-//! the device's own attention runs over decoded rows in half precision (float32 where the result is).
+//! kept packed, and the device's attention takes the codes; the others are coded and decoded in tensor operations as they come and kept
+//! as decoded. Either way it attends over decoded rows in half precision (float32 where the result is).
 
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
-use perplexity_kernels::backend::{BlockSelection, RowCoding};
+use perplexity_kernels::backend::{BlockSelection, CodedSides, RowCoding};
 use perplexity_kernels::evaluation::Arithmetic;
 use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 use perplexity_kv::attention::{Emulation, attend, attend_exact};
@@ -121,6 +121,13 @@ fn codings(pair: &KvPair) -> [Option<RowCoding>; 2] {
     }
 }
 
+/// Codecs of keys and values that a device of its own keeps packed in this layer, and how; `None` where it does not.
+pub fn packed_on_devices(kv: &KvOptions, layer: usize) -> Option<[(Side, RowCoding); 2]> {
+    let pair = kv.dtype.layer(layer);
+    let [k, v] = codings(pair);
+    is_decoded_on_devices(kv, layer).then_some([(pair.k, k?), (pair.v, v?)])
+}
+
 /// Bytes that devices hold per token and KV head of this layer for keys and values, at most: packed words, or float32 as
 /// other rows begin.
 pub fn device_row_bytes(kv: Option<&KvOptions>, layer: usize, head_dim: usize) -> usize {
@@ -129,6 +136,11 @@ pub fn device_row_bytes(kv: Option<&KvOptions>, layer: usize, head_dim: usize) -
         .map_or([None; 2], |kv| codings(kv.dtype.layer(layer)));
     let bytes = |coding: RowCoding| coding.format.words() * size_of::<u32>();
     sides.map(|side| side.map_or(4 * head_dim, bytes)).iter().sum()
+}
+
+/// What devices of their own round decoded rows to, and the queries that meet them, for results in `to`.
+pub fn decoded_precision(to: Precision) -> Precision {
+    if to == Precision::Full { to } else { Precision::F16 }
 }
 
 impl<B: EvaluatorBackend> KvCache<B> {
@@ -171,7 +183,7 @@ impl<B: EvaluatorBackend> KvCache<B> {
         let rows = Rows::OnDevice {
             sides: Some(codings(&pair).map(|coding| DeviceRows::new(coding, shape, device))),
             pair: Box::new(pair),
-            precision: if to == Precision::Full { to } else { Precision::F16 },
+            precision: decoded_precision(to),
         };
         Some(Self { rows, tokens: 0 })
     }
@@ -282,9 +294,22 @@ impl<B: EvaluatorBackend> KvCache<B> {
             // Rows that stay on a device are for its own arithmetic.
             (Rows::OnDevice { sides, pair, precision }, _) => {
                 let sides = sides.as_ref().expect("appending always puts the rows back");
-                let [keys, values] = sides.each_ref().map(|side| side.read(self.tokens, *precision));
                 let q = pair.k.spec().basis().forward_on(q, *precision);
-                let o = attend_rows(q, [keys, values], first_position, selection, to.into());
+                let o = match (sides, selection) {
+                    ([DeviceRows::Packed(keys, k), DeviceRows::Packed(values, v)], None) => {
+                        let formats = CodedSides {
+                            keys: k.format,
+                            values: v.format,
+                            precision: *precision,
+                        };
+                        B::coded_attention(q, keys.clone(), values.clone(), formats, first_position, to)
+                            .expect("a device of its own reads coded rows")
+                    }
+                    _ => {
+                        let rows = sides.each_ref().map(|side| side.read(self.tokens, *precision));
+                        attend_rows(q, rows, first_position, selection, to.into())
+                    }
+                };
                 pair.v.spec().basis().inverse_on(o, to)
             }
         }
