@@ -47,8 +47,8 @@ pub enum Residency {
 
 /// A burn backend with the operations of the forward pass.
 pub trait EvaluatorBackend: Backend {
-    /// Whether values live on a device of their own: stored matrices then go there as they are, and rows of the KV cache are
-    /// coded there, with [`EvaluatorBackend::append_coded`] and [`EvaluatorBackend::decoded_rows`].
+    /// Whether values live on a device of their own: stored matrices then go there as they are, and rows of the KV cache
+    /// are coded there, with [`EvaluatorBackend::append_coded`], and read by [`EvaluatorBackend::coded_attention`].
     const ON_DEVICE: bool = false;
 
     /// Whether the routed experts of a mixture are wanted as rows of two matrices, all gates and ups and all downs; see

@@ -265,7 +265,7 @@ impl<B: EvaluatorBackend> Bench<'_, B> {
         4 * batch * (tokens * before + tokens * (tokens + 1) / 2) * queries
     }
 
-    /// A cache of rows as given and attention over it, for queries `q` and the pass's own keys `k`, which are values too.
+    /// A cache of rows as given and attention over it, for queries `q` and the pass's own keys `k`, values too.
     fn plain_cache(&mut self, q: Tensor<B, 4>, k: Tensor<B, 4>, calls: usize) {
         let (to, device, PassShape { batch, tokens, before }) = (self.to, self.device, self.shape);
         let ([_, _, heads, head_dim], kv_heads) = (q.dims(), k.dims()[2]);

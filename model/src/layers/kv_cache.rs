@@ -9,8 +9,8 @@
 //! ```
 //!
 //! On a device of its own the rows stay there, coded bit for bit as on the host. Formats with kernels for both sides are
-//! kept packed, and the device's attention takes the codes; the others are coded and decoded in tensor operations as they come and kept
-//! as decoded. Either way it attends over decoded rows in half precision (float32 where the result is).
+//! kept packed, and the device's attention takes the codes; the others are coded and decoded in tensor operations as they
+//! come and kept as decoded. Either way it attends over decoded rows in half precision (float32 where the result is).
 
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use perplexity_kernels::backend::{BlockSelection, CodedSides, RowCoding};

@@ -2,7 +2,8 @@
 //!
 //! Keys go by in tiles of as many rows as the cube has units. Each unit scores one key of the tile; then, the tile's
 //! maximum and sum being known, each unit adds the weighted values of its features. Running maximum `m`, sum `l` and
-//! output are rescaled by `exp(m_old - m_new)` when a tile raises the maximum. Rows in codes are decoded where they are read.
+//! output are rescaled by `exp(m_old - m_new)` when a tile raises the maximum. Rows in codes are decoded where they are
+//! read.
 
 use burn::tensor::DType;
 use cubecl::prelude::*;
@@ -180,7 +181,7 @@ fn attention<Q: Float, C: Numeric, O: Float>(
 }
 
 /// `q` `[batch, tokens, heads, head_dim]`, `keys`, `values` `[batch, kv_heads, capacity, head_dim]` of one type, or words
-/// `[batch, kv_heads, capacity, words]` where they are `coded`; contiguous.
+/// `[batch, kv_heads, capacity, words]` where they are `coded`: contiguous.
 pub(crate) fn launch<R: KernelRuntime>(
     q: CubeTensor<R>,
     keys: CubeTensor<R>,
