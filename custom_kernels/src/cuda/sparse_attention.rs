@@ -28,6 +28,11 @@ fn word(low: usize, high: usize) -> u64 {
     low as u64 | ((high as u64) << 32)
 }
 
+/// Bytes of shared memory that a block of threads may have.
+fn shared_memory(x: &CudaTensor) -> usize {
+    x.client.properties().hardware.max_shared_memory_size
+}
+
 fn source(entry: &'static str, dim: usize, group: usize, threads: u32, shared_bytes: usize) -> CudaSource {
     CudaSource {
         entry,
@@ -58,6 +63,13 @@ pub(super) fn attend(
     if !narrow || dim % 16 != 0 || dim > MAX_DIM || group > MAX_GROUP || batch.max(kv_heads) > MAX_GRID {
         return None;
     }
+    let stage = 2 * 16 * WARPS * (2 * dim + 16);
+    // The warps' maxima, sums and outputs take the place of the keys and values in the end.
+    let joined = 4 * (2 * WARPS * 16 + WARPS * group * dim);
+    let shared = (STAGES * stage).max(joined);
+    if shared > shared_memory(q) {
+        return None;
+    }
     let visible = selection.first_position + tokens;
     assert!(
         selection.blocks.len() == batch * tokens && visible <= capacity,
@@ -77,16 +89,7 @@ pub(super) fn attend(
     let counts: Vec<u32> = selection.blocks.iter().map(|blocks| blocks.len() as u32).collect();
     let (lists, counts) = (upload(q, &lists, DType::U32), upload(q, &counts, DType::U32));
     let out = empty(q, q.meta.shape().clone(), DType::BF16);
-    let stage = 2 * 16 * WARPS * (2 * dim + 16);
-    // The warps' maxima, sums and outputs take the place of the keys and values in the end.
-    let joined = 4 * (2 * WARPS * 16 + WARPS * group * dim);
-    let kernel = source(
-        "sparse_attention",
-        dim,
-        group,
-        32 * WARPS as u32,
-        (STAGES * stage).max(joined),
-    );
+    let kernel = source("sparse_attention", dim, group, 32 * WARPS as u32, shared);
     let buffers = [q, keys, values, &lists, &counts, &out].map(|x| x.handle.clone().binding());
     // Powers of two take the place of those of e.
     let scale = (f64::from(dim as u32).sqrt().recip() * std::f64::consts::LOG2_E) as f32;
@@ -115,14 +118,15 @@ pub(super) fn choose(
     };
     let blocks = keys.meta.shape()[1];
     let complete = |token: usize| (first_position + token + 1) / ratio;
-    if blocks > MAX_BLOCKS || count == 0 || batch > MAX_GRID || heads * width > 4096 {
+    // Few sizes, because each is compiled by itself.
+    let scores = blocks.next_power_of_two().clamp(1024, MAX_BLOCKS);
+    let shared = 4 * (heads * width + scores);
+    if blocks > MAX_BLOCKS || count == 0 || batch > MAX_GRID || shared > shared_memory(q) {
         return None;
     }
     assert!(complete(tokens - 1) <= blocks, "a key for every complete block");
     let out = empty(q, [batch * tokens, count], DType::U32);
-    // Few sizes, because each is compiled by itself.
-    let scores = blocks.next_power_of_two().clamp(1024, MAX_BLOCKS);
-    let kernel = source("choose_blocks", 16, 1, 256, 4 * (heads * width + scores));
+    let kernel = source("choose_blocks", 16, 1, 256, shared);
     let buffers = [q, keys, &out].map(|x| x.handle.clone().binding());
     let info = vec![
         word(tokens, blocks),
