@@ -203,10 +203,10 @@ pub(crate) struct KvArgs {
     #[arg(long, value_name = "LEVEL", value_enum)]
     pub(crate) kv_emulation: Option<EmulationLevel>,
     /// Imitate the original prompt-attention kernel; with --kv-dtype int8
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["fast_prefill_kernel", "prefill_8bit_pv"])]
     pub(crate) use_original_int8_prefill_kernel: bool,
     /// Imitate the original prompt-attention kernel; with --kv-dtype nvfp4
-    #[arg(long)]
+    #[arg(long, conflicts_with = "prefill_8bit_pv")]
     pub(crate) use_original_nvfp4_prefill_kernel: bool,
     /// Imitate the fast prompt-attention kernel; with --kv-dtype int8 and rk*
     #[arg(long)]
@@ -437,7 +437,7 @@ pub(crate) struct BenchArgs {
     /// Representation of stored keys and values; repeat it for one measurement each [default: bf16]
     #[arg(long, value_name = "SPEC")]
     pub(crate) kv_dtype: Vec<String>,
-    /// Tokens per prefill pass, a multiple of 128 [default: 1024]
+    /// Tokens per prefill pass, a multiple of 128 [default: 1024; on a card 4096]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) prefill_chunk: Option<u32>,
     /// Numerical route, as of a scoring run

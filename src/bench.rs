@@ -4,10 +4,11 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 use perplexity_eval::humanize::count;
-use perplexity_model::backends;
+use perplexity_model::backends::{self, DeviceFacts};
 use perplexity_model::bench::{Operations, PassShape};
 use perplexity_model::config::TextConfig;
 use perplexity_model::layers::loader::LoadOptions;
+use perplexity_model::memory::{DeviceStorage, Residency};
 use perplexity_model::route::Route;
 use perplexity_model::scorer::{Ask, Scorer, ScorerOptions, Window};
 use perplexity_model::source::{self, TextSource};
@@ -17,7 +18,7 @@ use serde::Serialize;
 use crate::args::{BenchArgs, KvArgs};
 use crate::kv::KvCache;
 use crate::log::Log;
-use crate::memory::{self, CardPlan, Load};
+use crate::memory::{self, CardPlan, Load, look_at};
 use crate::options::{Device, UsageError, device, threads};
 use crate::precision::Narrowing;
 use crate::prefill::Prefill;
@@ -84,6 +85,10 @@ pub(crate) fn run(args: &BenchArgs, log: &Log) -> Result<Vec<u8>, Failure> {
     options.check(source.config())?;
     let tokenizer = TextTokenizer::from_source(source.as_ref(), AddedTokens::Match).map_err(Failure::failed)?;
     let pass = options.pass(source.config());
+    let card = look_at(options.device)?;
+    for slower in card.iter().flat_map(|(facts, _)| &facts.slower) {
+        log.warning(slower);
+    }
     log.info(format_args!("measuring operations on {}", options.device));
     let operations = measure(&options, source.as_ref(), pass)?;
     let load = options
@@ -93,7 +98,23 @@ pub(crate) fn run(args: &BenchArgs, log: &Log) -> Result<Vec<u8>, Failure> {
     log.info(format_args!("activations | {}", Narrowing::described(&load)));
     let mut speeds = Vec::new();
     for cache in &options.caches {
-        let (mut scorer, form) = options.load(source.as_ref(), cache, load.clone(), tokenizer.public_tokens(), log)?;
+        let plan = options.plan(card.as_ref(), source.as_ref(), cache, &load)?;
+        if let Some(plan) = &plan {
+            log.info(plan.line());
+        }
+        log.info(format_args!("loading weights | kv {}", cache.recorded()));
+        let scorer_options = ScorerOptions {
+            route: options.route,
+            kv: cache.codec().cloned(),
+            load: LoadOptions {
+                residency: plan.as_ref().map_or(Residency::Dense, |plan| plan.plan.residency),
+                ..load.clone()
+            },
+            prefill_chunk: options.prefill.effective(cache, source.config()),
+            batch: most(&options.batches),
+            ..ScorerOptions::new(tokenizer.public_tokens())
+        };
+        let mut scorer = load_scorer(source.as_ref(), &scorer_options, options.device)?;
         for &context in &options.contexts {
             for &batch in &options.batches {
                 log.info(format_args!("scoring {batch} x {} tokens", count(context as u64)));
@@ -104,7 +125,7 @@ pub(crate) fn run(args: &BenchArgs, log: &Log) -> Result<Vec<u8>, Failure> {
                     context,
                     batch,
                     kv_dtype: cache.recorded(),
-                    weight_residency: form,
+                    weight_residency: plan.as_ref().map(CardPlan::form),
                     seconds,
                     prefilled_tokens_per_second: fed as f64 / seconds,
                     scored_tokens_per_second: scored as f64 / seconds,
@@ -195,17 +216,15 @@ impl Options {
             .map_err(UsageError::Kv)
     }
 
-    /// The model as a scoring run with `cache` would load it, and the form of its weights on a card.
-    fn load(
+    /// What scoring with `cache` takes of a card.
+    fn plan(
         &self,
+        card: Option<&(DeviceFacts, DeviceStorage)>,
         source: &dyn TextSource,
         cache: &KvCache,
-        mut load: LoadOptions,
-        public_tokens: usize,
-        log: &Log,
-    ) -> Result<(Box<dyn Scorer>, Option<&'static str>), Failure> {
-        let most = |values: &[usize]| values.iter().copied().max().unwrap_or(1);
-        let card = Load {
+        load: &LoadOptions,
+    ) -> Result<Option<CardPlan>, Failure> {
+        let load = Load {
             device: self.device,
             route: self.route,
             kv: cache,
@@ -215,22 +234,7 @@ impl Options {
             batch: Some(most(&self.batches)),
             budget: self.memory_budget,
         };
-        let card = CardPlan::make(&card, source)?;
-        if let Some(card) = &card {
-            log.info(card.line());
-            load.residency = card.plan.residency;
-        }
-        log.info(format_args!("loading weights | kv {}", cache.recorded()));
-        let options = ScorerOptions {
-            route: self.route,
-            kv: cache.codec().cloned(),
-            load,
-            prefill_chunk: self.prefill.effective(cache, source.config()),
-            batch: most(&self.batches),
-            ..ScorerOptions::new(public_tokens)
-        };
-        let scorer = load_scorer(source, &options, self.device)?;
-        Ok((scorer, card.as_ref().map(CardPlan::form)))
+        CardPlan::make(&load, card, source)
     }
 
     /// The last pass of the first context, batch and format: its attention sees the most keys.
@@ -262,6 +266,10 @@ fn measure(options: &Options, source: &dyn TextSource, pass: PassShape) -> Resul
         other => return Err(UsageError::DeviceNotBuilt(other).into()),
     };
     measured.map_err(Failure::failed)
+}
+
+fn most(values: &[usize]) -> usize {
+    values.iter().copied().max().unwrap_or(1)
 }
 
 /// The first scored token of a window: its second half is.

@@ -71,8 +71,11 @@ pub(crate) fn budget(typed: Option<&str>, device: Device) -> Result<Option<u64>,
     }
 }
 
-/// The device before anything is on it; `None` for a CPU.
-fn look_at(device: Device) -> Result<Option<(DeviceFacts, DeviceStorage)>, Failure> {
+/// The device before anything is on it, and how it stores tensors; `None` for a CPU.
+///
+/// # Errors
+/// When the card cannot be used.
+pub(crate) fn look_at(device: Device) -> Result<Option<(DeviceFacts, DeviceStorage)>, Failure> {
     match device {
         #[cfg(feature = "cuda")]
         Device::Cuda(n) => {
@@ -118,8 +121,12 @@ impl CardPlan {
     /// `None` on a CPU, and for Qwen3.8-Flash-Next, whose experts need not be on the card.
     ///
     /// # Errors
-    /// When the card cannot be used, or one window does not fit.
-    pub(crate) fn make(load: &Load<'_>, source: &dyn TextSource) -> Result<Option<Self>, Failure> {
+    /// When one window does not fit.
+    pub(crate) fn make(
+        load: &Load<'_>,
+        card: Option<&(DeviceFacts, DeviceStorage)>,
+        source: &dyn TextSource,
+    ) -> Result<Option<Self>, Failure> {
         let &Load {
             device, route, tokens, ..
         } = load;
@@ -129,7 +136,7 @@ impl CardPlan {
                 None => Ok(None),
             };
         }
-        let Some((facts, storage)) = look_at(device)? else {
+        let Some((facts, storage)) = card else {
             return Ok(None);
         };
         let windows = WindowShape {
@@ -137,7 +144,7 @@ impl CardPlan {
             prefill_chunk: load.prefill.effective(load.kv, source.config()),
         };
         let kv = load.kv.codec();
-        let needs = Needs::of(source, route, storage, windows, load.activations, kv).map_err(Failure::failed)?;
+        let needs = Needs::of(source, route, *storage, windows, load.activations, kv).map_err(Failure::failed)?;
         let budget = load.budget.or(facts.free_bytes);
         let batch = match load.batch {
             Some(n) => Batch::Exactly(n),
@@ -152,7 +159,7 @@ impl CardPlan {
         let eight_bit = facts.multiplies_fp8 && load.activations.inputs().contains_key("fp8");
         Ok(Some(Self {
             plan,
-            facts,
+            facts: facts.clone(),
             budget,
             eight_bit,
         }))

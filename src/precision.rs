@@ -136,9 +136,21 @@ impl Narrowing {
         format!("{}, 16 bits at the others", counts.join(", "))
     }
 
-    /// What was typed without effect.
-    pub(crate) fn note(self) -> Option<String> {
-        let note = "--mlp-a8-decode has no effect: it concerns decoding, and scoring only prefills";
-        self.mlp_a8_decode.then(|| note.into())
+    /// What was typed without effect; `load` is what runs.
+    pub(crate) fn notes(self, load: &LoadOptions) -> Vec<String> {
+        let rule = self.activations.map(|permitted| permitted.rounding);
+        let narrows = load.activations.inputs().contains_key("nvfp4");
+        let unused = [
+            (
+                self.mlp_a8_decode,
+                "--mlp-a8-decode has no effect: it concerns decoding, and scoring only prefills",
+            ),
+            (
+                rule == Some(Nvfp4Rounding::ModelOpt) && !narrows,
+                "--a4-rounding has no effect: no input of this model is narrowed to 4 bits",
+            ),
+        ];
+        let unused = unused.into_iter().filter(|(unused, _)| *unused);
+        unused.map(|(_, note)| note.into()).collect()
     }
 }

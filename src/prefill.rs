@@ -82,6 +82,14 @@ impl Prefill {
         }
     }
 
+    /// What was typed without effect.
+    pub(crate) fn note(self, kv: &KvCache, config: &TextConfig) -> Option<String> {
+        let unused = self.wave.is_some() && self.wave(kv, config).is_none();
+        let note = "--attention-wave has no effect: passes are whole waves with an int8, nvfp4, fp8 or k8v4 KV cache, \
+                    outside --lossless and --reference";
+        unused.then(|| note.into())
+    }
+
     /// Fills in what the report says.
     pub(crate) fn record(self, settings: &mut Settings, kv: &KvCache, config: &TextConfig) {
         settings.prefill_chunk_tokens = self.effective(kv, config) as u64;

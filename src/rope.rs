@@ -108,6 +108,26 @@ impl Rope {
         })
     }
 
+    /// What was typed without effect on windows of `context` tokens; `extension` is what runs.
+    pub(crate) fn note(self, extension: RopeExtension, context: usize) -> Option<String> {
+        let reason = match (self, extension) {
+            (Self::Native, _) => return None,
+            (Self::YarnToContext, RopeExtension::None) => "the windows fit into the native one",
+            (_, RopeExtension::None) => "a factor of 1 is native RoPE",
+            // The last token is a target only.
+            (_, RopeExtension::Linear { original_context, .. }) if context - 1 <= original_context => {
+                "no position of a window reaches the original context"
+            }
+            _ => return None,
+        };
+        let option = match self {
+            Self::Native | Self::YarnToContext => "--rope-yarn",
+            Self::Yarn(_) => "--rope-yarn-factor",
+            Self::Linear { .. } => "--rope-scaling-factor",
+        };
+        Some(format!("{option} has no effect: {reason}"))
+    }
+
     /// Fills in what the report says; `extension` is what ran.
     pub(crate) fn record(self, settings: &mut Settings, extension: RopeExtension) {
         settings.rope_yarn = self == Self::YarnToContext;

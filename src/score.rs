@@ -14,7 +14,9 @@ use perplexity_eval::manifest::ManifestError;
 use perplexity_eval::output::{self, OutputDirectory, OutputError, RunName};
 use perplexity_eval::report::{Artifact, Build, Report, RunInfo, Settings};
 use perplexity_eval::resume::{self, Dropped, Resumable, State};
-use perplexity_eval::scorer::{CausalScorer, RowVisitor, ScoreError, ScoreRequest, WindowScores, WindowTokens};
+use perplexity_eval::scorer::{
+    CausalScorer, HiddenStates, Row, RowVisitor, ScoreError, ScoreRequest, WindowScores, WindowTokens,
+};
 use perplexity_eval::top_tokens::Provenance;
 use perplexity_eval::{progress, table};
 use perplexity_model::backends;
@@ -23,6 +25,7 @@ use perplexity_model::inspect::Inspection;
 use perplexity_model::memory::Residency;
 use perplexity_model::qwen4_exp::{Statistics, volume_path};
 use perplexity_model::rope::RopeExtension;
+use perplexity_model::rows::{self, Precision, Reference};
 use perplexity_model::scorer::{Ask, ModelError, Scorer, ScorerOptions, Window};
 use perplexity_model::signature::prefill_signature;
 use perplexity_model::source::{self, TextSource};
@@ -32,13 +35,18 @@ use sha2::{Digest, Sha256};
 use crate::Failure;
 use crate::flash_next;
 use crate::log::Log;
-use crate::memory::{CardPlan, Load};
-use crate::options::{Device, Input, ScoreOptions, UsageError};
+use crate::memory::{CardPlan, Load, look_at};
+use crate::options::{Device, Input, ScoreOptions, UsageError, logits_precision};
 use crate::precision::Narrowing;
 
 /// Scores what `options` name, writes `report.json` and returns the table for standard output.
 pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure> {
     let began = Instant::now();
+    let elsewhere = match (options.device.index(), cfg!(feature = "cuda")) {
+        (None, true) => "; --device cuda:0 scores on a card",
+        _ => "",
+    };
+    log.info(format_args!("device | {}{elsewhere}", options.device));
     log.info("preparing corpus");
     let text = read(&options.input)?;
     let mut notes = text.notes.clone();
@@ -46,10 +54,6 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     check_apart(options, &text, source.as_ref())?;
     notes.extend(source.notes());
     notes.extend(options.flash_next.notes());
-    notes.extend(options.precision.note());
-    for note in &notes {
-        log.warning(note);
-    }
     let options = &options.for_model(source.config());
     let context = options.protocol.context();
     let extension = options
@@ -98,6 +102,14 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         .precision
         .load_options(source.as_ref())
         .map_err(Failure::failed)?;
+    let facts = look_at(options.device)?;
+    notes.extend(facts.iter().flat_map(|(facts, _)| facts.slower.clone()));
+    notes.extend(options.precision.notes(&load_options));
+    notes.extend(options.prefill.note(&options.kv, source.config()));
+    notes.extend(options.rope.note(extension, context));
+    for note in &notes {
+        log.warning(note);
+    }
     let card = Load {
         device: options.device,
         route: options.numerics.route,
@@ -108,16 +120,25 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         batch: options.batch.map(usize::from),
         budget: options.memory_budget,
     };
-    let card = CardPlan::make(&card, source.as_ref())?;
+    let card = CardPlan::make(&card, facts.as_ref(), source.as_ref())?;
     if let Some(card) = &card {
         log.info(card.line());
     }
     let hidden_size = u32::try_from(source.config().hidden_size).map_err(Failure::failed)?;
-    let with_size = |save: SaveHidden| SaveHidden { hidden_size, ..save };
+    // Logits of Qwen3.8-Flash-Next are float32 in every route.
+    let logits = match source.config().flash_next {
+        Some(_) => hidden::Precision::F32,
+        None => logits_precision(options.numerics.route),
+    };
+    let of_model = |save: SaveHidden| SaveHidden {
+        hidden_size,
+        logits,
+        ..save
+    };
     let evaluation = evaluate::Options {
         provenance: Some(provenance),
         batch: card.as_ref().map_or(options.evaluation.batch, |card| card.plan.batch),
-        save_hidden: options.evaluation.save_hidden.clone().map(with_size),
+        save_hidden: options.evaluation.save_hidden.clone().map(of_model),
         ..options.evaluation.clone()
     };
     let artifact = artifact(options, source.as_ref(), &model, &signature)?;
@@ -136,13 +157,13 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
     });
     let output = output_path(options, &plan, &model.name, &signature)?;
     let prepared = evaluate::prepare(&plan, &evaluation, softmax_rows).map_err(Failure::failed)?;
-    if let Some(SaveHidden { path, precision, .. }) = &evaluation.save_hidden {
-        let header = hidden::Header::of(&plan, hidden_size, *precision, softmax_rows);
+    if let Some(save) = &evaluation.save_hidden {
+        let header = hidden::Header::of(&plan, save, softmax_rows);
         let size = bytes(header.map_or(0, |header| header.file_bytes(&plan)));
         log.info(format_args!(
             "hidden states | {size} in {} | {}",
-            precision.name(),
-            path.display()
+            save.precision.name(),
+            save.path.display()
         ));
     }
     let state = match &state {
@@ -400,17 +421,41 @@ impl CausalScorer for Adapter {
     fn score_rows(
         &mut self,
         window: &WindowTokens,
-        reference: &[f32],
+        reference: Option<&HiddenStates>,
         row: &mut RowVisitor<'_>,
     ) -> Result<(), ScoreError> {
         let window = Window {
             tokens: window.tokens.clone(),
             first_target: window.first_target,
         };
-        let mut visit = |run: &[f32], given: &[f32]| row(run, given).map_err(|error| error.0);
+        let reference = reference.map(|states| Reference {
+            states: &states.values,
+            precision: tensor_precision(states.precision),
+            logits: tensor_precision(states.logits),
+        });
+        let mut visit = |position: rows::Row<'_>| {
+            let rows::Row {
+                logprob,
+                run,
+                reference,
+            } = position;
+            row(Row {
+                logprob,
+                run,
+                reference,
+            })
+            .map_err(|error| error.0)
+        };
         self.scorer
-            .rows(&window, reference, &mut visit)
+            .rows(&window, reference.as_ref(), &mut visit)
             .map_err(|error| ScoreError(error.into()))
+    }
+}
+
+fn tensor_precision(stored: hidden::Precision) -> Precision {
+    match stored {
+        hidden::Precision::Bf16 => Precision::Bf16,
+        hidden::Precision::F32 => Precision::Full,
     }
 }
 

@@ -13,6 +13,8 @@
 
 /// Smallest probability of the merged bucket.
 const BUCKET_FLOOR: f64 = 1e-12;
+/// Log-probability from which on a logit base tells tokens apart: `-16.f` in `llama-perplexity`'s comparison.
+const BASE_FLOOR: f32 = -16.0;
 
 /// One scored position of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -52,6 +54,20 @@ impl Position {
         }
     }
 
+    /// From a whole row and one of a logit base, whose codes end 16 nats below the most probable token. As in
+    /// `llama-perplexity`, tokens at -16 or below take no part; there is no reverse divergence, which would live on them.
+    pub fn of_base_row(target: [f32; 2], top1_match: bool, base: &[f32], run: &[f32]) -> Self {
+        let first = base.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let told = |&(&b, _): &(&f32, &f32)| b > BASE_FLOOR;
+        let kl = divergence(base.iter().zip(run).filter(told));
+        let mass = base
+            .iter()
+            .filter(|&&b| b > BASE_FLOOR)
+            .map(|&b| f64::from(b).exp())
+            .sum();
+        Self::new(target, top1_match, kl, mass, f64::from(first).exp())
+    }
+
     fn new([reference, run]: [f32; 2], top1_match: bool, kl: f64, mass: f64, first: f64) -> Self {
         let (reference, run) = (f64::from(reference), f64::from(run));
         Self {
@@ -87,11 +103,15 @@ pub fn top_token_divergence(reference: &[f32], run: &[f32]) -> (f64, f64) {
 
 /// `Σ p·(ln p - ln q)` over whole rows; tokens of no probability in the reference contribute nothing.
 pub fn row_divergence(reference: &[f32], run: &[f32]) -> f64 {
+    divergence(reference.iter().zip(run))
+}
+
+fn divergence<'a>(pairs: impl Iterator<Item = (&'a f32, &'a f32)>) -> f64 {
     let term = |(&r, &e): (&f32, &f32)| {
         let (r, e) = (f64::from(r), f64::from(e));
         if r == f64::NEG_INFINITY { 0.0 } else { r.exp() * (r - e) }
     };
-    reference.iter().zip(run).map(term).sum()
+    pairs.map(term).sum()
 }
 
 #[cfg(test)]
@@ -128,6 +148,17 @@ mod tests {
         let (kl, _) = top_token_divergence(&logs(&[0.5]), &[0.0]);
         let half = 0.5f64.ln();
         assert!((kl - (0.5 * half + 0.5 * (half - 1e-12f64.ln()))).abs() < 1e-6, "{kl}");
+    }
+
+    #[test]
+    fn tokens_at_the_floor_of_a_base_take_no_part() {
+        // 0.7 ln(0.7 / 0.6) + 0.3 ln(0.3 / 0.4); codes at and below -16 stand for nothing.
+        let base = [logs(&[0.7, 0.3]), vec![-16.0, -16.7]].concat();
+        let run = [logs(&[0.6, 0.4]), vec![-20.0, -40.0]].concat();
+        let position = Position::of_base_row([base[0], run[0]], true, &base, &run);
+        assert!((position.kl - 0.021_600_86).abs() < 1e-7, "{position:?}");
+        assert_eq!(position.reverse_kl, None);
+        assert!((position.reference_top_mass - 1.0).abs() < 1e-7);
     }
 
     #[test]

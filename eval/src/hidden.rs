@@ -5,12 +5,12 @@
 //!
 //! | part | fields |
 //! |---|---|
-//! | header | `PPLHIDDN`, u32 version 1, u32 hidden size, u32 bytes per value, u32 context, u32 stride, u64 public tokens, corpus id, mode (each u32 length + bytes) |
+//! | header | `PPLHIDDN`, u32 version 2, u32 hidden size, u32 bytes per value, u32 bytes per logit, u32 context, u32 stride, u64 public tokens, corpus id, mode (each u32 length + bytes) |
 //! | record | as in every reference; then f32 target log-probabilities, and the states `[positions, hidden size]` in bf16 or f32 |
 //! | footer, trailer | as in every reference |
 //!
-//! Values have the precision in which the run has them: bf16 when its route rounds there, otherwise f32. Nothing is lost, so a
-//! model compared with its own file gives exactly 0.
+//! Values have the precision in which the run has them: bf16 when its route rounds there, otherwise f32. Nothing is lost, and
+//! logits are made again with the precision that they had, so a model compared with its own file gives exactly 0.
 
 use std::path::{Path, PathBuf};
 
@@ -23,7 +23,7 @@ use crate::records::{
 use crate::top_tokens::TopTokenError;
 
 const MAGIC: &[u8; 8] = b"PPLHIDDN";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Most values of a hidden state that are believed.
 const MAX_HIDDEN: u32 = 1 << 20;
 
@@ -37,6 +37,12 @@ pub enum Precision {
 }
 
 impl Precision {
+    fn of_bytes(bytes: u32) -> Option<Self> {
+        [Self::Bf16, Self::F32]
+            .into_iter()
+            .find(|precision| precision.bytes() == bytes)
+    }
+
     /// Bytes of a value.
     pub fn bytes(self) -> u32 {
         match self {
@@ -63,6 +69,8 @@ pub struct SaveHidden {
     pub hidden_size: u32,
     /// How they are stored; what the run has must fit.
     pub precision: Precision,
+    /// Precision of the run's logits.
+    pub logits: Precision,
 }
 
 /// The header.
@@ -72,6 +80,8 @@ pub struct Header {
     pub hidden_size: u32,
     /// How they are stored.
     pub precision: Precision,
+    /// Precision of their run's logits.
+    pub logits: Precision,
     /// Longest input.
     pub context: u32,
     /// Targets per later window; the context when windows do not overlap.
@@ -85,23 +95,38 @@ pub struct Header {
 }
 
 impl Header {
-    /// The header of a run over `plan`; `None` when its context exceeds 32 bits.
-    pub fn of(plan: &CorpusPlan, hidden_size: u32, precision: Precision, public_tokens: usize) -> Option<Self> {
+    /// The header of a run over `plan` that saves its states so; `None` when its context exceeds 32 bits.
+    pub fn of(plan: &CorpusPlan, save: &SaveHidden, public_tokens: usize) -> Option<Self> {
+        let unplanned = Self {
+            hidden_size: save.hidden_size,
+            precision: save.precision,
+            logits: save.logits,
+            context: 0,
+            stride: 0,
+            public_tokens: 0,
+            corpus_id: String::new(),
+            mode: String::new(),
+        };
+        unplanned.over(plan, public_tokens)
+    }
+
+    /// The same states over `plan`.
+    fn over(self, plan: &CorpusPlan, public_tokens: usize) -> Option<Self> {
         Some(Self {
-            hidden_size,
-            precision,
             context: plan.protocol.context().try_into().ok()?,
             stride: plan.protocol.stride().try_into().ok()?,
             public_tokens: public_tokens as u64,
             corpus_id: plan.id.clone(),
             mode: plan.recorded_mode(),
+            ..self
         })
     }
 
     fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
         let Self { context, stride, .. } = self;
-        for word in [VERSION, self.hidden_size, self.precision.bytes(), *context, *stride] {
+        let [value, logit] = [self.precision, self.logits].map(Precision::bytes);
+        for word in [VERSION, self.hidden_size, value, logit, *context, *stride] {
             bytes.extend(word.to_le_bytes());
         }
         bytes.extend(self.public_tokens.to_le_bytes());
@@ -227,7 +252,7 @@ impl Reader {
     /// Opens a file and checks its header.
     ///
     /// # Errors
-    /// When the file cannot be read or is not a hidden-state reference of version 1.
+    /// When the file cannot be read or is not a hidden-state reference of this version.
     pub fn open(path: &Path) -> Result<Self, TopTokenError> {
         let mut records = RecordReader::open(path, FileKind::Hidden, "a hidden-state reference")?;
         let place = "the header";
@@ -242,14 +267,15 @@ impl Reader {
             return Err(invalid("version", version, VERSION));
         }
         let hidden_size = records.u32(place)?;
-        let precision = match records.u32(place)? {
-            2 => Precision::Bf16,
-            4 => Precision::F32,
-            other => return Err(invalid("bytes per value", other, 4)),
+        let mut precision = |field| {
+            let bytes = records.u32(place)?;
+            Precision::of_bytes(bytes).ok_or_else(|| invalid(field, bytes, 4))
         };
+        let (precision, logits) = (precision("bytes per value")?, precision("bytes per logit")?);
         let header = Header {
             hidden_size,
             precision,
+            logits,
             context: records.u32(place)?,
             stride: records.u32(place)?,
             public_tokens: records.u64(place)?,
@@ -287,7 +313,7 @@ impl Reader {
         let public = public_tokens as u64;
         self.records
             .check_vocabulary(Some(self.header.public_tokens), 1, public)?;
-        let run = Header::of(plan, self.header.hidden_size, self.header.precision, public_tokens);
+        let run = self.header.clone().over(plan, public_tokens);
         if run.as_ref() != Some(&self.header) {
             let run = run.map_or_else(|| "a context beyond 32 bits".into(), |header| header.protocol());
             return Err(TopTokenError::Protocol {

@@ -10,7 +10,7 @@ use crate::files::{PendingFile, absolute, check_apart, sketch_sha256};
 use crate::fingerprint::fingerprint;
 use crate::hidden::{self, SaveHidden};
 use crate::llama_base::{self, LlamaBaseError, Shape};
-use crate::scorer::{ScoreRequest, WindowScores};
+use crate::scorer::{HiddenStates, Row, ScoreRequest, WindowScores};
 use crate::tokens_json;
 use crate::top_tokens::{self, Header, MAX_TOP_K, Record, TopTokenError, WindowKey, WindowName};
 use crate::windows::WindowKind;
@@ -206,18 +206,13 @@ impl<'a> Files<'a> {
             files.save = Some(top_tokens::Writer::create(path, &header, options.provenance.clone())?);
             files.save_k = *top_k as usize;
         }
-        if let Some(SaveHidden {
-            path,
-            hidden_size,
-            precision,
-        }) = &options.save_hidden
-        {
-            let header = hidden::Header::of(plan, *hidden_size, *precision, public_tokens).ok_or(
-                EvaluateError::Combination("a hidden-state reference holds contexts below 2^32 tokens only"),
-            )?;
-            let writer = hidden::Writer::create(path, &header, options.provenance.clone())?;
+        if let Some(save) = &options.save_hidden {
+            let header = hidden::Header::of(plan, save, public_tokens).ok_or(EvaluateError::Combination(
+                "a hidden-state reference holds contexts below 2^32 tokens only",
+            ))?;
+            let writer = hidden::Writer::create(&save.path, &header, options.provenance.clone())?;
             files.save_hidden = Some(writer);
-            files.hidden_size = *hidden_size as usize;
+            files.hidden_size = save.hidden_size as usize;
         }
         Ok(files)
     }
@@ -293,21 +288,26 @@ impl<'a> Files<'a> {
         self.logits_out.is_some() || self.logits_reference.is_some() || self.hidden_reference.is_some()
     }
 
-    /// The hidden states that a window is compared with; empty without such a reference.
-    pub(crate) fn read_hidden(&mut self, job: &Job) -> Result<Vec<f32>, TopTokenError> {
+    /// The hidden states that a window is compared with; `None` without such a reference.
+    pub(crate) fn read_hidden(&mut self, job: &Job) -> Result<Option<HiddenStates>, TopTokenError> {
         let (Some(reference), Some(plan)) = (&mut self.hidden_reference, self.plan) else {
-            return Ok(Vec::new());
+            return Ok(None);
         };
         for window in reference.windows.by_ref() {
             let (key, name) = key(plan, &window);
             if (window.stream, window.index) == (job.stream, job.index) {
                 let record = reference.reader.read(&key, name)?;
                 reference.targets = record.logprobs.into_iter();
-                return Ok(record.states);
+                let header = reference.reader.header();
+                return Ok(Some(HiddenStates {
+                    values: record.states,
+                    precision: header.precision,
+                    logits: header.logits,
+                }));
             }
             reference.reader.skip(&key, name)?;
         }
-        Ok(Vec::new())
+        Ok(None)
     }
 
     /// The records of the batch's windows; empty without a reference.
@@ -380,15 +380,15 @@ impl<'a> Files<'a> {
         )
     }
 
-    /// Records and compares a position's whole row; `given` is what the head makes of the reference's hidden state.
-    pub(crate) fn take_row(
-        &mut self,
-        row: &[f32],
-        given: &[f32],
-        target: u32,
-    ) -> Result<Option<Position>, LlamaBaseError> {
+    /// Records and compares a position's whole row.
+    pub(crate) fn take_row(&mut self, row: Row<'_>, target: u32) -> Result<Option<Position>, LlamaBaseError> {
+        let Row {
+            logprob,
+            run,
+            reference: given,
+        } = row;
         if let Some(writer) = &mut self.logits_out {
-            writer.write_row(row)?;
+            writer.write_row(run)?;
         }
         let target = target as usize;
         if let Some(reference) = &mut self.hidden_reference {
@@ -396,21 +396,16 @@ impl<'a> Files<'a> {
             let recorded = reference.targets.next().unwrap_or(given[target]);
             let error = (f64::from(recorded) - f64::from(given[target])).abs();
             reference.head_error = reference.head_error.max(error);
-            let agree = most_probable(given) == most_probable(row);
-            let targets = [given[target], row[target]];
-            return Ok(Some(Position::of_rows(targets, agree, given, row)));
+            let agree = most_probable(given) == most_probable(run);
+            return Ok(Some(Position::of_rows([recorded, logprob], agree, given, run)));
         }
         let Some(reader) = &mut self.logits_reference else {
             return Ok(None);
         };
         reader.read_row(&mut self.row)?;
-        let agree = most_probable(&self.row) == most_probable(row);
-        Ok(Some(Position::of_rows(
-            [self.row[target], row[target]],
-            agree,
-            &self.row,
-            row,
-        )))
+        let agree = most_probable(&self.row) == most_probable(run);
+        let targets = [self.row[target], logprob];
+        Ok(Some(Position::of_base_row(targets, agree, &self.row, run)))
     }
 
     /// Gives what was recorded its names.

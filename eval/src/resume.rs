@@ -22,7 +22,7 @@ use crate::evaluate::Options;
 use crate::files::{lock, open_regular};
 use crate::fingerprint::Fnv;
 use crate::report::{Artifact, Settings};
-use crate::scorer::{CausalScorer, RowVisitor, ScoreError, ScoreRequest, WindowScores, WindowTokens};
+use crate::scorer::{CausalScorer, HiddenStates, RowVisitor, ScoreError, ScoreRequest, WindowScores, WindowTokens};
 
 const MAGIC: &[u8; 8] = b"PPLSTATE";
 const VERSION: u32 = 2;
@@ -305,7 +305,7 @@ impl CausalScorer for Resumable<'_> {
     fn score_rows(
         &mut self,
         window: &WindowTokens,
-        reference: &[f32],
+        reference: Option<&HiddenStates>,
         row: &mut RowVisitor<'_>,
     ) -> Result<(), ScoreError> {
         self.inner.score_rows(window, reference, row)

@@ -1,5 +1,7 @@
 //! What the evaluation asks of a model: log-probabilities of independent windows.
 
+use crate::hidden::Precision;
+
 /// One window of a stream, scored from an empty state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WindowTokens {
@@ -49,8 +51,30 @@ pub struct WindowScores {
 #[error("{0}")]
 pub struct ScoreError(pub Box<dyn std::error::Error + Send + Sync>);
 
-/// Takes a position's log-probabilities `[public_tokens]`, and those of the reference's hidden state, empty without one.
-pub type RowVisitor<'a> = dyn FnMut(&[f32], &[f32]) -> Result<(), ScoreError> + 'a;
+/// A scored position over the whole vocabulary; log-probabilities `[public_tokens]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Row<'a> {
+    /// Log-probability of the target, the very one that [`CausalScorer::score`] gives.
+    pub logprob: f32,
+    /// This run's distribution.
+    pub run: &'a [f32],
+    /// What the output head makes of the reference's hidden state; empty without one.
+    pub reference: &'a [f32],
+}
+
+/// Takes a position.
+pub type RowVisitor<'a> = dyn FnMut(Row<'_>) -> Result<(), ScoreError> + 'a;
+
+/// Another run's final hidden states of a window.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HiddenStates {
+    /// `[positions, hidden_size]`.
+    pub values: Vec<f32>,
+    /// Precision of the values.
+    pub precision: Precision,
+    /// Precision that their logits had in that run.
+    pub logits: Precision,
+}
 
 /// Scores next-token log-probabilities of independent windows, each from an empty state.
 pub trait CausalScorer {
@@ -74,15 +98,15 @@ pub trait CausalScorer {
     }
 
     /// Hands over each scored position's whole row of log-probabilities in position order, and beside it the one that the
-    /// output head makes of the position's hidden state in `reference`, `[positions, hidden_size]` or empty. Only files of
-    /// whole rows or hidden states need this; a scorer that cannot do it keeps this body.
+    /// output head makes of the position's hidden state in `reference`. Only files of whole rows or hidden states need this;
+    /// a scorer that cannot do it keeps this body.
     ///
     /// # Errors
     /// When full rows are not available, the device fails, or `row` fails.
     fn score_rows(
         &mut self,
         _window: &WindowTokens,
-        _reference: &[f32],
+        _reference: Option<&HiddenStates>,
         _row: &mut RowVisitor<'_>,
     ) -> Result<(), ScoreError> {
         Err(ScoreError(

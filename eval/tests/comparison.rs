@@ -12,7 +12,9 @@ use perplexity_eval::evaluate::{Options, Results, SaveLogits, SaveTopTokens, eva
 use perplexity_eval::hidden::{Header, Precision, SaveHidden};
 use perplexity_eval::progress::stream_kl_line;
 use perplexity_eval::report::{Report, RunInfo};
-use perplexity_eval::scorer::{CausalScorer, RowVisitor, ScoreError, ScoreRequest, WindowScores, WindowTokens};
+use perplexity_eval::scorer::{
+    CausalScorer, HiddenStates, Row, RowVisitor, ScoreError, ScoreRequest, WindowScores, WindowTokens,
+};
 use perplexity_eval::top_tokens::Provenance;
 use perplexity_eval::windows::{Protocol, WindowKind};
 
@@ -392,13 +394,19 @@ impl CausalScorer for Rows {
     fn score_rows(
         &mut self,
         window: &WindowTokens,
-        reference: &[f32],
+        reference: Option<&HiddenStates>,
         row: &mut RowVisitor<'_>,
     ) -> Result<(), ScoreError> {
-        let mut given = reference.chunks(HIDDEN);
+        let states = reference.map_or(&[][..], |reference| &reference.values);
+        let mut given = states.chunks(HIDDEN);
         (window.first_target..window.tokens.len()).try_for_each(|i| {
-            let given = given.next().map_or_else(Vec::new, head);
-            row(&self.0.row(window.tokens[i - 1], i), &given)
+            let run = self.0.row(window.tokens[i - 1], i);
+            let reference = given.next().map_or_else(Vec::new, head);
+            row(Row {
+                logprob: run[window.tokens[i] as usize],
+                run: &run,
+                reference: &reference,
+            })
         })
     }
 }
@@ -451,6 +459,7 @@ fn logit_bases_give_the_full_divergence_within_their_codes() {
     let own = compare(1).overall;
     assert_eq!((own.figures.positions, own.figures.top1_agreement), (21, 1.0));
     assert!(own.quantiles.max_kl.unwrap().abs() < 1e-4, "{own:?}");
+    assert_eq!(own.figures.mean_reverse_kl, None);
     let other = compare(2).overall.figures;
     let positions = expected(&chunks, &rows(1).0, &rows(2).0);
     let mean = positions.iter().map(|p| p.0).sum::<f64>() / positions.len() as f64;
@@ -489,6 +498,7 @@ fn save_states(plan: &CorpusPlan, path: &Path, precision: Precision) -> Options 
             path: path.into(),
             hidden_size: HIDDEN as u32,
             precision,
+            logits: precision,
         }),
         batch: 3,
         ..Options::default()
@@ -508,13 +518,13 @@ fn with_states(path: &Path) -> Options {
 fn hidden_states_give_the_whole_divergence_in_both_directions() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("states");
-    save_states(&plan(), &path, Precision::F32);
-    let header = Header::of(&plan(), HIDDEN as u32, Precision::F32, VOCABULARY).unwrap();
-    // 36 bytes of fixed fields, the two strings, records of 28 bytes and 4 + 160 per position, a footer.
+    let saved = save_states(&plan(), &path, Precision::F32).save_hidden.unwrap();
+    let header = Header::of(&plan(), &saved, VOCABULARY).unwrap();
+    // 40 bytes of fixed fields, the two strings, records of 28 bytes and 4 + 160 per position, a footer.
     let windows = plan().windows();
     assert_eq!(
         header.file_bytes(&plan()),
-        36 + 5 + 10 + windows * 28 + 100 * (4 + 160) + 4
+        40 + 5 + 10 + windows * 28 + 100 * (4 + 160) + 4
     );
     assert_eq!(fs::metadata(&path).unwrap().len(), header.file_bytes(&plan()));
 
@@ -632,6 +642,7 @@ fn hidden_states_of_another_run_or_another_length_are_refused() {
             path: folder.path().join("narrow"),
             hidden_size: HIDDEN as u32,
             precision: Precision::Bf16,
+            logits: Precision::Bf16,
         }),
         ..Options::default()
     };

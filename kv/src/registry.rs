@@ -257,6 +257,12 @@ pub enum KvError {
         /// The layer.
         layer: usize,
     },
+    /// A layer table that names every layer with a KV cache, and a format for the others.
+    #[error("`{codec}` is for no layer: the KV layer table names every layer with a KV cache; put one of theirs first")]
+    UnusedDefault {
+        /// The format of the remaining layers.
+        codec: String,
+    },
     /// A layer of the table without a KV cache.
     #[error("the KV layer table names layer {layer}, which has no KV cache; layers with one: {attention:?}")]
     NoCache {
@@ -436,6 +442,11 @@ impl KvDtype {
             return Err(KvError::NoCache {
                 layer: *layer,
                 attention: attention.to_vec(),
+            });
+        }
+        if !attention.is_empty() && attention.iter().all(|layer| self.layers.contains_key(layer)) {
+            return Err(KvError::UnusedDefault {
+                codec: self.default.name.clone(),
             });
         }
         for pair in attention.iter().map(|layer| self.layer(*layer)) {

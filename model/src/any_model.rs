@@ -1,8 +1,8 @@
 //! Either text model, behind the few calls that scoring windows needs.
 
 use burn::tensor::Tensor;
-use perplexity_kernels::EvaluatorBackend;
 use perplexity_kernels::backend::{HeadRequest, HeadScores};
+use perplexity_kernels::{EvaluatorBackend, Precision};
 
 use crate::qwen3_5::{self, Qwen3_5};
 use crate::qwen4_exp::{self, Qwen4Exp, Statistics};
@@ -93,10 +93,10 @@ impl<B: EvaluatorBackend> AnyModel<B> {
     }
 
     /// Logits `[rows, vocab_size]` of final hidden states.
-    pub(crate) fn apply_head(&self, hidden: Tensor<B, 2>) -> Tensor<B, 2> {
+    pub(crate) fn apply_head(&self, hidden: Tensor<B, 2>, logits: Option<Precision>) -> Tensor<B, 2> {
         match self {
-            Self::Qwen3_5(model) => model.apply_head(hidden),
-            Self::Qwen4Exp(model) => model.apply_head(hidden),
+            Self::Qwen3_5(model) => model.apply_head(hidden, logits),
+            Self::Qwen4Exp(model) => model.apply_head(hidden, logits),
         }
     }
 

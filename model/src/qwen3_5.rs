@@ -9,7 +9,7 @@ use std::cell::RefCell;
 
 use burn::tensor::Tensor;
 use perplexity_kernels::backend::{HeadRequest, HeadScores, RotaryTable, Routing};
-use perplexity_kernels::{EvaluatorBackend, Precision};
+use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 use perplexity_kv::options::KvOptions;
 
 use crate::config::TextConfig;
@@ -207,13 +207,16 @@ impl<B: EvaluatorBackend> Qwen3_5<B> {
 
     /// Logits `[rows, vocab_size]` of rows of the residual stream, all at once.
     pub fn logits(&self, rows: Tensor<B, 2>) -> Tensor<B, 2> {
-        self.apply_head(self.normalise(rows))
+        self.apply_head(self.normalise(rows), None)
     }
 
-    /// Logits `[rows, vocab_size]` of final hidden states, the outputs of the final norm.
-    pub fn apply_head(&self, hidden: Tensor<B, 2>) -> Tensor<B, 2> {
+    /// Logits `[rows, vocab_size]` of final hidden states, the outputs of the final norm, rounded as the route says or to
+    /// `logits`.
+    pub fn apply_head(&self, hidden: Tensor<B, 2>, logits: Option<Precision>) -> Tensor<B, 2> {
         let hidden = hidden.unsqueeze::<3>();
-        let logits = self.route.on(Boundary::Logits).project(hidden, self.head());
+        let how = self.route.on(Boundary::Logits);
+        let to = logits.unwrap_or(how.to);
+        let logits = Evaluation { to, ..how }.project(hidden, self.head());
         logits.squeeze_dim::<2>(0)
     }
 

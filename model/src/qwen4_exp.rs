@@ -382,12 +382,14 @@ impl<B: EvaluatorBackend> Qwen4Exp<B> {
 
     /// Logits `[rows, vocab_size]` of rows of the residual streams, all at once.
     pub fn logits(&self, rows: Tensor<B, 2>) -> Tensor<B, 2> {
-        self.apply_head(self.mix(rows))
+        self.apply_head(self.mix(rows), None)
     }
 
-    /// Logits `[rows, vocab_size]` of final mixtures.
-    pub fn apply_head(&self, hidden: Tensor<B, 2>) -> Tensor<B, 2> {
-        let logits = self.at_head().project(hidden.unsqueeze::<3>(), &self.output_head);
+    /// Logits `[rows, vocab_size]` of final mixtures, in float32 or rounded to `logits`.
+    pub fn apply_head(&self, hidden: Tensor<B, 2>, logits: Option<Precision>) -> Tensor<B, 2> {
+        let how = self.at_head();
+        let to = logits.unwrap_or(how.to);
+        let logits = Evaluation { to, ..how }.project(hidden.unsqueeze::<3>(), &self.output_head);
         logits.squeeze_dim::<2>(0)
     }
 

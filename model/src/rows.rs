@@ -4,26 +4,51 @@
 //! lp[x] = logits[x] - m - ln sum_{r < public} exp(logits[r] - m),   m = max_{r < public} logits[r],   logits = h W^T
 //! ```
 //!
-//! with the window's own final hidden states `h`, or with given ones: the same head applied to what another run saved. Rows
-//! come in tiles while the next tile is computed, so memory holds a few tiles whatever window and vocabulary are.
+//! with the window's own final hidden states `h`, or with given ones: the same head applied to what another run saved, logits
+//! rounded as in that run. Rows come in tiles while the next tile is computed, so memory holds a few tiles whatever window and vocabulary are.
 
 use std::sync::mpsc::{SyncSender, sync_channel};
 
 use burn::tensor::{FloatDType, Tensor, TensorData};
 use perplexity_kernels::EvaluatorBackend;
+pub use perplexity_kernels::Precision;
+use perplexity_kernels::backend::HeadRequest;
 use perplexity_kernels::ops::score_head::TILE_ROWS;
 use rayon::prelude::*;
 
 use crate::scorer::{Ask, ModelError, Window, WindowScorer};
 
-/// Takes a position's log-probabilities `[public_tokens]`, and those of the reference's hidden state, empty without one.
-pub type RowVisitor<'a> = dyn FnMut(&[f32], &[f32]) -> Result<(), RowError> + 'a;
+/// Another run's final hidden states of a window.
+#[derive(Debug, Clone, Copy)]
+pub struct Reference<'a> {
+    /// `[positions, hidden_size]`.
+    pub states: &'a [f32],
+    /// Precision of the values.
+    pub precision: Precision,
+    /// Precision that their logits had in that run.
+    pub logits: Precision,
+}
+
+/// A scored position; log-probabilities `[public_tokens]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Row<'a> {
+    /// Log-probability of the target, the very one that [`Scorer::score`](crate::scorer::Scorer::score) gives.
+    pub logprob: f32,
+    /// This run's distribution.
+    pub run: &'a [f32],
+    /// What the output head makes of the reference's hidden state; empty without one.
+    pub reference: &'a [f32],
+}
+
+/// Takes a position.
+pub type RowVisitor<'a> = dyn FnMut(Row<'_>) -> Result<(), RowError> + 'a;
 
 /// Why a visitor stopped.
 pub type RowError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The rows of a few positions, `[positions, public_tokens]`; `reference` is empty without one.
 struct RowTile {
+    logprobs: Vec<f32>,
     run: Vec<f32>,
     reference: Vec<f32>,
 }
@@ -33,15 +58,15 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
     pub(crate) fn visit_rows(
         &self,
         window: &Window,
-        reference: &[f32],
+        reference: Option<&Reference<'_>>,
         visit: &mut RowVisitor<'_>,
     ) -> Result<(), ModelError> {
         self.check(std::slice::from_ref(window), &Ask::default())?;
         let expected = window.positions() * self.hidden_size;
-        if !reference.is_empty() && reference.len() != expected {
+        if let Some(given) = reference.filter(|given| given.states.len() != expected) {
             return Err(ModelError::Option {
                 option: "the number of given hidden values",
-                found: reference.len(),
+                found: given.states.len(),
                 expected: expected.to_string(),
             });
         }
@@ -50,11 +75,21 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
         std::thread::scope(|scope| {
             scope.spawn(move || self.on_pool(|| self.send_tiles(window, reference, &tiles)));
             for tile in received {
-                let RowTile { run, reference } = tile?;
+                let RowTile {
+                    logprobs,
+                    run,
+                    reference,
+                } = tile?;
                 let mut given = reference.chunks_exact(public);
-                for row in run.chunks_exact(public) {
+                for (run, logprob) in run.chunks_exact(public).zip(logprobs) {
+                    let reference = given.next().unwrap_or(&[]);
+                    let row = Row {
+                        logprob,
+                        run,
+                        reference,
+                    };
                     // Leaving the loop closes the channel, which ends the thread.
-                    visit(row, given.next().unwrap_or(&[])).map_err(ModelError::Row)?;
+                    visit(row).map_err(ModelError::Row)?;
                 }
             }
             Ok(())
@@ -62,7 +97,12 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
     }
 
     /// Computes the window's rows tile by tile until nobody receives them.
-    fn send_tiles(&self, window: &Window, reference: &[f32], tiles: &SyncSender<Result<RowTile, ModelError>>) {
+    fn send_tiles(
+        &self,
+        window: &Window,
+        reference: Option<&Reference<'_>>,
+        tiles: &SyncSender<Result<RowTile, ModelError>>,
+    ) {
         let fed = window.tokens.len() - 1;
         let first = window.first_target - 1;
         let mut state = self.model.begin(1, fed);
@@ -81,22 +121,33 @@ impl<B: EvaluatorBackend> WindowScorer<B> {
             for row in (start.max(first)..end).step_by(TILE_ROWS) {
                 let count = TILE_ROWS.min(end - row);
                 let columns = row - start..row - start + count;
-                let rows = hidden.clone().slice([0..1, columns, 0..width]);
-                let rows = self.model.normalise(rows.reshape([count, width]));
-                let given = match reference.is_empty() {
-                    true => Vec::new(),
-                    false => {
-                        let size = self.hidden_size;
-                        let given = &reference[(row - first) * size..][..count * size];
-                        let given = TensorData::new(given.to_vec(), [count, size]);
-                        // The rows of the same route have the precision of these, so nothing is lost.
-                        let given =
-                            Tensor::<B, 2>::from_data(given, &rows.device()).cast(FloatDType::from(rows.dtype()));
-                        self.log_softmax(self.model.apply_head(given))
+                let rows = hidden.clone().slice([0..1, columns, 0..width]).reshape([count, width]);
+                let targets = &window.tokens[row + 1..=row + count];
+                let logprobs = self.model.score(
+                    rows.clone(),
+                    &HeadRequest {
+                        public_rows: self.options.public_tokens,
+                        targets,
+                        top_k: 0,
+                        candidates_per_row: 0,
+                        candidates: &[],
+                    },
+                );
+                let rows = self.model.normalise(rows);
+                let given = reference.map_or_else(Vec::new, |given| {
+                    let size = self.hidden_size;
+                    let states = &given.states[(row - first) * size..][..count * size];
+                    let states = TensorData::new(states.to_vec(), [count, size]);
+                    let mut states = Tensor::<B, 2>::from_data(states, &rows.device());
+                    if given.precision != Precision::Full {
+                        // As the run has its own, and nothing is lost.
+                        states = states.cast(FloatDType::from(rows.dtype()));
                     }
-                };
+                    self.log_softmax(self.model.apply_head(states, Some(given.logits)))
+                });
                 let tile = RowTile {
-                    run: self.log_softmax(self.model.apply_head(rows)),
+                    logprobs: logprobs.logprobs,
+                    run: self.log_softmax(self.model.apply_head(rows, None)),
                     reference: given,
                 };
                 if tiles.send(Ok(tile)).is_err() {

@@ -19,7 +19,7 @@ use crate::ngram::VolumeError;
 use crate::qwen4_exp::{FlashNextOptions, Statistics};
 use crate::rope::RopeExtension;
 use crate::route::Route;
-use crate::rows::{RowError, RowVisitor};
+use crate::rows::{Reference, RowError, RowVisitor};
 use crate::source::{SourceError, TextSource};
 
 /// One window of a stream.
@@ -269,7 +269,12 @@ pub trait Scorer: Send {
     ///
     /// # Errors
     /// On an invalid window, on another number of reference values, when `visit` fails, or when the model does not give rows.
-    fn rows(&mut self, _window: &Window, _reference: &[f32], _visit: &mut RowVisitor<'_>) -> Result<(), ModelError> {
+    fn rows(
+        &mut self,
+        _window: &Window,
+        _reference: Option<&Reference<'_>>,
+        _visit: &mut RowVisitor<'_>,
+    ) -> Result<(), ModelError> {
         Err(ModelError::NoRows)
     }
 
@@ -516,7 +521,12 @@ impl<B: EvaluatorBackend> Scorer for WindowScorer<B> {
         Some(self.hidden_size)
     }
 
-    fn rows(&mut self, window: &Window, reference: &[f32], visit: &mut RowVisitor<'_>) -> Result<(), ModelError> {
+    fn rows(
+        &mut self,
+        window: &Window,
+        reference: Option<&Reference<'_>>,
+        visit: &mut RowVisitor<'_>,
+    ) -> Result<(), ModelError> {
         self.visit_rows(window, reference, visit)
     }
 }

@@ -5,10 +5,12 @@
 mod forward_common;
 
 use forward_common::Generated;
+use perplexity_kernels::Precision;
 use perplexity_model::backends::{flex, ndarray};
 use perplexity_model::config::{AttentionConfig, DeltaNetConfig, FeedForwardConfig, LayerType, MoeConfig, TextConfig};
 use perplexity_model::rope::RopeExtension;
 use perplexity_model::route::{Boundary, Route};
+use perplexity_model::rows::Reference;
 use perplexity_model::scorer::{Ask, ModelError, ScorerOptions, Scores, Window};
 
 const PUBLIC: usize = 61;
@@ -232,9 +234,20 @@ fn whole_rows_hold_the_scores_and_the_head_of_given_states_gives_them_back() {
             let width = scorer.hidden_size().unwrap();
             assert_eq!(scores.hidden.len(), window.positions() * width);
             let mut rows = 0;
+            let (precision, logits) = match route {
+                Route::Exact => (Precision::Full, Precision::Full),
+                _ => (Precision::Bf16, Precision::Bf16),
+            };
+            let reference = Reference {
+                states: &scores.hidden,
+                precision,
+                logits,
+            };
             scorer
-                .rows(&window, &scores.hidden, &mut |row, given| {
-                    assert_eq!((row.len(), row), (PUBLIC, given), "row {rows}");
+                .rows(&window, Some(&reference), &mut |position| {
+                    let row = position.run;
+                    assert_eq!((row.len(), row), (PUBLIC, position.reference), "row {rows}");
+                    assert_eq!(position.logprob, scores.logprobs[rows], "row {rows}");
                     let target = window.tokens[window.first_target + rows] as usize;
                     // The head that reduces and the one that does not add up the same terms in another order.
                     let same = |a: f32, b: f32| assert!((a - b).abs() <= 2e-6 * (1.0 + b.abs()), "row {rows}: {a} {b}");
@@ -249,12 +262,16 @@ fn whole_rows_hold_the_scores_and_the_head_of_given_states_gives_them_back() {
                 })
                 .unwrap();
             assert_eq!(rows, window.positions());
-            let plain = scorer.rows(&window, &[], &mut |_, given| {
-                assert!(given.is_empty());
+            let plain = scorer.rows(&window, None, &mut |position| {
+                assert!(position.reference.is_empty());
                 Err("seen enough".into())
             });
             assert_eq!(plain.unwrap_err().to_string(), "seen enough");
-            assert!(scorer.rows(&window, &scores.hidden[1..], &mut |_, _| Ok(())).is_err());
+            let short = Reference {
+                states: &scores.hidden[1..],
+                ..reference
+            };
+            assert!(scorer.rows(&window, Some(&short), &mut |_| Ok(())).is_err());
         }
     }
 }
@@ -296,7 +313,6 @@ fn the_normal_route_keeps_bfloat16_between_blocks_and_the_exact_route_does_not()
 
 #[test]
 fn delta_rule_controls_are_not_rounded_to_bf16() {
-    use perplexity_kernels::Precision;
     assert_eq!(Route::Normal.at(Boundary::DeltaNetControl), Precision::Full);
     assert_eq!(Route::Normal.at(Boundary::CachedValue), Precision::F16);
     assert_eq!(Route::Normal.at(Boundary::Logits), Precision::Bf16);

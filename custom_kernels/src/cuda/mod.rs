@@ -150,9 +150,14 @@ impl KernelRuntime for CudaRuntime {
     }
 }
 
+/// Whether `device` has the kernels for Hopper.
+pub fn is_hopper(device: &CudaDevice) -> bool {
+    compute_capability(device) == HOPPER
+}
+
 /// Whether `device` multiplies E4M3 codes with a scale per row, a feature of Hopper and its cuBLASLt.
 pub fn multiplies_fp8(device: &CudaDevice) -> bool {
-    compute_capability(device) == HOPPER && gemm::availability(device).is_ok()
+    is_hopper(device) && gemm::availability(device).is_ok()
 }
 
 /// The major compute capability of a device; 0 when the driver does not say.

@@ -282,14 +282,16 @@ impl<'a> Run<'a> {
             let mut positions = Vec::new();
             let mut targets = window.tokens[window.first_target..].iter();
             let files = &mut self.files;
-            let scored = scorer.score_rows(window, &reference, &mut |row, given| {
+            let scored = scorer.score_rows(window, reference.as_ref(), &mut |row| {
                 let target = *targets
                     .next()
                     .ok_or_else(|| ScoreError("more rows than scored positions".into()))?;
-                let logprob = row.get(target as usize).copied();
-                logprobs.push(logprob.ok_or_else(|| ScoreError(format!("a row has {} values", row.len()).into()))?);
+                if row.run.len() <= target as usize {
+                    return Err(ScoreError(format!("a row has {} values", row.run.len()).into()));
+                }
+                logprobs.push(row.logprob);
                 let compared = files
-                    .take_row(row, given, target)
+                    .take_row(row, target)
                     .map_err(|error| ScoreError(Box::new(error)))?;
                 positions.extend(compared);
                 Ok(())

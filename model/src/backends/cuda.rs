@@ -6,6 +6,7 @@ use std::time::UNIX_EPOCH;
 use burn::backend::Cuda;
 use burn::backend::cuda::CudaDevice;
 use perplexity_kernels::cuda::card::{self, Card};
+use perplexity_kernels::cuda::gemm;
 use perplexity_kv::options::KvOptions;
 
 use super::DeviceFacts;
@@ -26,10 +27,18 @@ pub fn facts(index: usize) -> Result<DeviceFacts, ModelError> {
     if let Some(folder) = kernel_folder(&card) {
         card::keep_compiled_kernels(&folder);
     }
+    let device = CudaDevice::new(index);
+    let library = gemm::availability(&device).err().map(|error| error.to_string());
+    let kernels = (!perplexity_kernels::cuda::is_hopper(&device)).then(|| {
+        "prompt attention, mixtures of experts and FP8 products have fast kernels for Hopper cards only (H100, H200): portable \
+         ones run instead"
+            .into()
+    });
     Ok(DeviceFacts {
         name: Some(card.name),
         free_bytes: Some(card.free),
-        multiplies_fp8: perplexity_kernels::cuda::multiplies_fp8(&CudaDevice::new(index)),
+        multiplies_fp8: perplexity_kernels::cuda::multiplies_fp8(&device),
+        slower: library.into_iter().chain(kernels).collect(),
     })
 }
 

@@ -18,4 +18,6 @@ pub struct DeviceFacts {
     pub free_bytes: Option<u64>,
     /// Whether rows narrowed to FP8 meet FP8 weights code by code.
     pub multiplies_fp8: bool,
+    /// Why it is slower than such a device can be, one sentence each.
+    pub slower: Vec<String>,
 }
