@@ -136,3 +136,23 @@ fn a_cache_that_does_not_fit_the_model_is_refused_before_loading() {
     assert!(!run.stderr.contains("weights"), "{}", run.stderr);
     assert_eq!(dir.files(), ["a.txt"]);
 }
+
+#[test]
+fn kernels_and_formats_that_nothing_would_use_are_refused() {
+    let dir = Dir::new();
+    let text = text(&dir);
+    let int8 = "--kv-dtype int8 --use-original-int8-prefill-kernel";
+    let nvfp4 = "--kv-dtype nvfp4 --use-original-nvfp4-prefill-kernel";
+    for (options, words) in [
+        (format!("{int8} --fast-prefill-kernel"), "cannot be used with"),
+        (format!("{int8} --prefill-8bit-pv"), "cannot be used with"),
+        (format!("{nvfp4} --prefill-8bit-pv"), "cannot be used with"),
+        // Both layers that have a cache are named.
+        ("--kv-dtype vq2;3=bf16;7=int8".into(), "`vq2` is for no layer"),
+    ] {
+        let run = dir.score(&demo_artifact(), &text, &options);
+        assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{options}: {}", run.stderr);
+        assert!(run.stderr.contains(words), "{options}: {}", run.stderr);
+    }
+    assert_eq!(dir.files(), ["a.txt"]);
+}

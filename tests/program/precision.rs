@@ -72,14 +72,17 @@ fn the_state_in_half_precision_is_a_recorded_change_and_decoding_options_are_non
         (&json!(true), &json!(false))
     );
 
-    let options = "--context 256 --stride 128 --chunks 2 --mlp-a8-decode";
-    let run = dir.score(&demo_artifact(), &text(), &format!("{options} --output decode"));
-    assert_eq!(run.code, 0, "{}", run.stderr);
-    assert!(
-        run.stderr.contains("warning: --mlp-a8-decode has no effect"),
-        "{}",
-        run.stderr
+    let options = "--context 256 --stride 128 --chunks 2 --mlp-a8-decode --a4-rounding modelopt --attention-wave 128";
+    let run = dir.score(
+        &demo_artifact(),
+        &text(),
+        &format!("{options} --rope-yarn --output decode"),
     );
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    for option in ["--mlp-a8-decode", "--a4-rounding", "--attention-wave", "--rope-yarn"] {
+        let words = format!("warning: {option} has no effect");
+        assert!(run.stderr.contains(&words), "{option}: {}", run.stderr);
+    }
     let decode = crate::common::read_report(&dir.path("decode"));
     assert_eq!(window_nlls(&decode), window_nlls(&plain));
     assert_eq!(execution(&decode, "mlp_a8_decode"), &json!(true));
