@@ -100,7 +100,9 @@ fn layer_tables_name_exceptions_and_survive_a_round_trip() {
         dtype.recorded(),
         "bf16;3=int8-g64;7=int8-g64;8=int8-g64;11=k=fp8-e4m3-r256,v=rk8v4@a"
     );
-    assert_eq!(dtype.check(&[3, 7, 8, 11], 256), Ok(()));
+    assert_eq!(dtype.check(&[2, 3, 7, 8, 11], 256), Ok(()));
+    let unused = dtype.check(&[3, 7, 8, 11], 256).unwrap_err();
+    assert_eq!(unused, KvError::UnusedDefault { codec: "bf16".into() });
     let missing = dtype.check(&[3, 7, 8], 256).unwrap_err();
     assert_eq!(
         missing,

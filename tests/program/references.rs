@@ -77,7 +77,8 @@ fn a_logit_base_is_written_for_other_readers_and_read_back() {
 
     let own = report(&dir, &format!("{protocol} --kl-base {}", base.display()));
     let of_codes = number(&own, "/kl_divergence/mean_kl").abs();
-    assert!(of_codes < 1e-5, "{}", own["kl_divergence"]);
+    // Half a code: they are 16 nats in 65,535 steps.
+    assert!(of_codes < 16.0 / 65_535.0 / 2.0, "{}", own["kl_divergence"]);
     assert!(own["kl_divergence"]["mean_reverse_kl"].is_null());
     same_nll(&own, &plain);
     assert_eq!(number(&own, "/kl_divergence/top1_agreement"), 1.0);
