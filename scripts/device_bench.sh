@@ -80,7 +80,7 @@ shift
 libraries
 unpack "$program"
 work=${WORK:-$(mktemp -d)}
-windows='--context 4096 --batch 4 --prefill-chunk 4096'
+windows='--context 4096 --batch 4'
 for name in "$@"; do
     case "$name" in
     peer) python3 scripts/device_peer.py | tee "$work/peer.md" ;;
@@ -94,14 +94,14 @@ for name in "$@"; do
         bench "$artifact" $windows
         bench "$artifact" $windows --a16-activations --memory-budget 45GiB
         bench "$artifact" $windows --kv-dtype int8 --kv-dtype fp8 --kv-dtype nvfp4 --kv-dtype k8v4 --kv-dtype rk8v4
-        bench "$artifact" --context 65536 --prefill-chunk 4096 --runs 3 --a16-activations --kv-dtype bf16 --kv-dtype int8
+        bench "$artifact" --context 65536 --runs 3 --a16-activations --kv-dtype bf16 --kv-dtype int8
         operations "$artifact" $windows
         ;;
     bf16)
         made qwen3.8-27b bf16
         header
         bench "$work/qwen3.8-27b.ninfer" $windows
-        bench "$work/qwen3.8-27b.ninfer" --context 65536 --prefill-chunk 4096 --runs 3
+        bench "$work/qwen3.8-27b.ninfer" --context 65536 --runs 3
         lossless "$work/qwen3.8-27b.ninfer"
         ;;
     moe)

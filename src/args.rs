@@ -239,7 +239,7 @@ pub(crate) enum EmulationLevel {
 #[command(next_help_heading = "Prefill and numerical route")]
 pub(crate) struct RouteArgs {
     /// Tokens per prefill pass and window, a multiple of 128; whole waves of prompt attention with int8, nvfp4, fp8 and k8v4 KV
-    /// [default: 1024; on a card 4096; Qwen3.8-Flash-Next: 16384; --lossless and --reference: the whole window, and they refuse
+    /// [default: 1024; on a card 5120; Qwen3.8-Flash-Next: 16384; --lossless and --reference: the whole window, and they refuse
     /// less]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) prefill_chunk: Option<u32>,
@@ -437,7 +437,7 @@ pub(crate) struct BenchArgs {
     /// Representation of stored keys and values; repeat it for one measurement each [default: bf16]
     #[arg(long, value_name = "SPEC")]
     pub(crate) kv_dtype: Vec<String>,
-    /// Tokens per prefill pass, a multiple of 128 [default: 1024; on a card 4096]
+    /// Tokens per prefill pass, a multiple of 128 [default: 1024; on a card 5120]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = digits::<u32>)]
     pub(crate) prefill_chunk: Option<u32>,
     /// Numerical route, as of a scoring run
