@@ -50,7 +50,7 @@ header() {
 
 # made PRESET RECIPE: the artifact.
 made() {
-    "$program" synth --preset "$1" --recipe "$2" --log-level warning "$work/$1.ninfer"
+    "$program" synth --preset "$1" --recipe "$2" --tokenizer tests/data/demo_hf --log-level warning "$work/$1.ninfer"
 }
 
 # start ARTIFACT WHICH: seconds from launch until windows are scored.

@@ -356,10 +356,11 @@ fn stored_formats_score_as_on_the_cpu() {
     }
 }
 
-/// Which routes, and how near a device has to be to the CPU on each, as a share of what narrowing itself changes: a code that
-/// differs by a step, where a sum in another order falls beside a tie, changes the codes of all later layers.
+/// A device's mean log-probability is far nearer to the CPU's than that is to the mean with 16 bits. So are the tokens' own in
+/// route exact; in route normal another rounding to bfloat16 somewhere changes 4-bit codes and with them those of all later
+/// layers, and single tokens move by as much as narrowing moves them.
 #[cfg(feature = "flex")]
-fn narrowed_inputs_score_as_on_the_cpu(source: &ArtifactSource, windows: &[Window], cases: &[(Route, f32)]) {
+fn narrowed_inputs_score_as_on_the_cpu(source: &ArtifactSource, windows: &[Window], routes: &[Route]) {
     let permitted = Permitted {
         integer: true,
         rounding: Nvfp4Rounding::Engine,
@@ -375,7 +376,7 @@ fn narrowed_inputs_score_as_on_the_cpu(source: &ArtifactSource, windows: &[Windo
     };
     let distance = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).sum::<f32>() / a.len() as f32;
     let mean = |lp: &[f32]| lp.iter().map(|&lp| f64::from(lp)).sum::<f64>() / lp.len() as f64;
-    for &(route, share) in cases {
+    for &route in routes {
         let want = score(backends::flex::load, &narrowed, route, Residency::Dense);
         let sixteen = score(backends::flex::load, &Activations::default(), route, Residency::Dense);
         let far = distance(&sixteen, &want);
@@ -389,7 +390,13 @@ fn narrowed_inputs_score_as_on_the_cpu(source: &ArtifactSource, windows: &[Windo
                     "{case}: mean log-prob {on_device:.5}, on the CPU {on_cpu:.5}, with 16 bits {of_16_bits:.5}; mean distance \
                      {near:.2e} from the CPU, which is {far:.2e} from 16 bits"
                 );
-                assert!(near < share * far, "{case}: {near:e} from the CPU, {far:e} to 16 bits");
+                let [apart, effect] = [on_device, of_16_bits].map(|mean| (mean - on_cpu).abs());
+                assert!(
+                    apart < effect / 4.0,
+                    "{case}: means {apart:e} from the CPU, {effect:e} to 16 bits"
+                );
+                let as_on_the_cpu = route != Route::Exact || near < far / 4.0;
+                assert!(as_on_the_cpu, "{case}: {near:e} from the CPU, {far:e} to 16 bits");
             }
         }
     }
@@ -411,7 +418,7 @@ fn inputs_narrowed_as_an_imported_mix_permits_score_as_on_the_cpu() {
         tokens: ids.iter().map(|&id| id as u32).collect(),
         first_target: 1,
     }];
-    narrowed_inputs_score_as_on_the_cpu(&source, &windows, &[(Route::Exact, 0.1)]);
+    narrowed_inputs_score_as_on_the_cpu(&source, &windows, &[Route::Exact]);
 }
 
 /// NVFP4 inputs of the demo, their divisors calibrated.
@@ -428,7 +435,7 @@ fn four_bit_inputs_of_a_trained_model_score_as_on_the_cpu() {
     convert(&data("demo_hf"), &path, &recipe, &mut |_| ()).unwrap();
     let windows: Vec<Window> = texts.into_iter().flat_map(|(_, windows)| windows).collect();
     let source = ArtifactSource::open(&path).unwrap();
-    narrowed_inputs_score_as_on_the_cpu(&source, &windows, &[(Route::Exact, 0.25), (Route::Normal, 0.6)]);
+    narrowed_inputs_score_as_on_the_cpu(&source, &windows, &[Route::Exact, Route::Normal]);
 }
 
 /// A mixture of experts in codes, expanded on loading and for each use.

@@ -222,3 +222,24 @@ fn random_artifacts_are_inspected_and_scored() {
         refuse(&format!("--preset flash-next-tiny {option}"), expected);
     }
 }
+
+#[test]
+fn a_mix_for_another_model_is_said_to_be_one() {
+    let dir = Dir::new();
+    let dense = repository("tests/data/fixtures/dense");
+    for (recipe, model) in [
+        ("qwen3_8_flash_next_nvfp4", "made for Qwen3.8-Flash-Next"),
+        ("qwen3_6_35b_a3b", "made for a mixture of experts"),
+        ("q8", ""),
+    ] {
+        let (out, dense) = (format!("{recipe}.ninfer"), dense.to_str().unwrap());
+        let run = dir.run(["convert", "--recipe", recipe, dense, &out]);
+        assert_eq!(run.code, 0, "{recipe}: {}", run.stderr);
+        let said = run.stderr.contains("is made for");
+        assert!(
+            run.stderr.contains(model) && said != model.is_empty(),
+            "{recipe}: {}",
+            run.stderr
+        );
+    }
+}

@@ -103,7 +103,8 @@ impl Plan {
         let mut planner = Planner::new(config, recipe, activation_divisors, quantized);
         planner.pack_groups(config.layer_types.len())?;
         planner.place_the_rest(config.tie_word_embeddings)?;
-        let notes = planner.notes();
+        let mut notes = planner.notes();
+        notes.extend(recipe.meant_for_another(config));
         Ok(Self {
             parents: planner.parents,
             shared: planner.shared,

@@ -7,6 +7,7 @@
 
 use std::collections::HashSet;
 
+use crate::config::{FeedForwardConfig, TextConfig};
 use crate::formats::{EncodeMethod, Format};
 use crate::source::ActivationPolicy::{self, A16Only, AllowA4, AllowA8};
 
@@ -248,6 +249,21 @@ impl Recipe {
             name: name.into(),
             ..recipe
         })
+    }
+
+    /// Said where an official mix meets a model without the parts that it is about.
+    pub(super) fn meant_for_another(&self, config: &TextConfig) -> Option<String> {
+        let dense = matches!(config.feed_forward, FeedForwardConfig::Dense { .. });
+        let model = match self.name.as_str() {
+            _ if self.own => return None,
+            name if name.starts_with("qwen3_8_flash_next") && config.flash_next.is_none() => "Qwen3.8-Flash-Next",
+            "qwen3_6_35b_a3b" if dense => "a mixture of experts",
+            _ => return None,
+        };
+        let name = &self.name;
+        Some(format!(
+            "recipe {name} is made for {model}, which this is not: rules about its parts decide about no weight"
+        ))
     }
 
     /// Public name, recorded in the artifact's provenance.
