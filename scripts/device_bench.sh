@@ -58,8 +58,8 @@ start() {
     "$program" "$1" --text README.md --context 512 --stride 256 --device cuda:0 --log-level warning --output "$work/start" > "$work/start.log"
     python3 -c 'import json, sys
 timing = json.load(open(sys.argv[1] + "/start/report.json"))["timing"]
-seconds = timing["total_seconds"] - timing["score_seconds"]
-print(f"{sys.argv[2]} start: {seconds:.1f} s until scoring, {timing[\"load_seconds\"]:.1f} of them loading")' "$work" "$2"
+seconds, load = timing["total_seconds"] - timing["score_seconds"], timing["load_seconds"]
+print(f"{sys.argv[2]} start: {seconds:.1f} s until scoring, {load:.1f} of them loading")' "$work" "$2"
     rm -r "$work/start"
 }
 

@@ -88,6 +88,10 @@ pub(crate) enum UsageError {
         "no artifact given and no demo found: {missing} is in neither the working directory nor a folder above it; run inside a clone of the repository, or pass ARTIFACT and --corpus MANIFEST or --text FILE"
     )]
     NoDemo { missing: &'static str },
+    #[error(
+        "no tokenizer given and no demo found: {missing} is in neither the working directory nor a folder above it; pass --tokenizer MODEL"
+    )]
+    NoTokenizer { missing: &'static str },
     #[error("--calibrate is for recipes with 4-bit activations; {recipe} permits none")]
     NothingToCalibrate { recipe: String },
     #[error("no recipe given: pass --recipe NAME or FILE")]

@@ -20,6 +20,7 @@ pub(crate) struct Narrowing {
     /// `None` for 16-bit activations everywhere.
     activations: Option<Permitted>,
     a16_activations: bool,
+    a4_rounding: A4Rounding,
 }
 
 impl Narrowing {
@@ -43,6 +44,7 @@ impl Narrowing {
                 },
             }),
             a16_activations: route.a16_activations,
+            a4_rounding: route.a4_rounding,
         }
     }
 
@@ -58,6 +60,7 @@ impl Narrowing {
                 rounding: Nvfp4Rounding::Engine,
             }),
             a16_activations,
+            a4_rounding: A4Rounding::Engine,
         }
     }
 
@@ -138,7 +141,6 @@ impl Narrowing {
 
     /// What was typed without effect; `load` is what runs.
     pub(crate) fn notes(self, load: &LoadOptions) -> Vec<String> {
-        let rule = self.activations.map(|permitted| permitted.rounding);
         let narrows = load.activations.inputs().contains_key("nvfp4");
         let unused = [
             (
@@ -146,8 +148,8 @@ impl Narrowing {
                 "--mlp-a8-decode has no effect: it concerns decoding, and scoring only prefills",
             ),
             (
-                rule == Some(Nvfp4Rounding::ModelOpt) && !narrows,
-                "--a4-rounding has no effect: no input of this model is narrowed to 4 bits",
+                self.a4_rounding == A4Rounding::Modelopt && !narrows,
+                "--a4-rounding has no effect: no input that it is about is narrowed to 4 bits in this run",
             ),
         ];
         let unused = unused.into_iter().filter(|(unused, _)| *unused);

@@ -81,7 +81,10 @@ pub(crate) fn run(args: &SynthArgs, working_directory: &Path, log: &Log) -> Resu
     };
     let tokenizer = match &args.tokenizer {
         Some(path) => path.clone(),
-        None => find_demo(working_directory)?,
+        None => find_demo(working_directory).map_err(|error| match error {
+            UsageError::NoDemo { missing } => UsageError::NoTokenizer { missing },
+            other => other,
+        })?,
     };
     let tokenizer = source::open(&tokenizer).map_err(Failure::failed)?;
     log.info(format_args!(

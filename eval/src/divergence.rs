@@ -14,7 +14,7 @@
 /// Smallest probability of the merged bucket.
 const BUCKET_FLOOR: f64 = 1e-12;
 /// Log-probability from which on a logit base tells tokens apart: `-16.f` in `llama-perplexity`'s comparison.
-const BASE_FLOOR: f32 = -16.0;
+pub(crate) const BASE_FLOOR: f32 = -16.0;
 
 /// One scored position of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq)]

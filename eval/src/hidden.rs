@@ -264,7 +264,12 @@ impl Reader {
         };
         let version = records.u32(place)?;
         if version != VERSION {
-            return Err(invalid("version", version, VERSION));
+            return Err(TopTokenError::Version {
+                path: path.to_owned(),
+                name: "a hidden-state reference",
+                reads: VERSION,
+                version,
+            });
         }
         let hidden_size = records.u32(place)?;
         let mut precision = |field| {

@@ -73,9 +73,13 @@ impl<'a> Files<'a> {
             let message = "a run is compared with one reference; run twice";
             return Err(EvaluateError::Combination(message));
         }
-        let recorded = options.save_top_tokens.is_some() || options.save_hidden.is_some();
-        let base = options.logits_out.is_some() || options.logits_reference.is_some();
-        if !options.shard.is_whole() && (recorded || base) {
+        let recorded =
+            options.save_top_tokens.is_some() || options.save_hidden.is_some() || options.logits_out.is_some();
+        if !options.shard.is_whole() && options.logits_reference.is_some() {
+            let message = "a logit base is compared with all windows: run without a shard";
+            return Err(EvaluateError::Combination(message));
+        }
+        if !options.shard.is_whole() && recorded {
             let message = "a reference must hold all windows: record it without a shard";
             return Err(EvaluateError::Combination(message));
         }

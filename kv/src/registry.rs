@@ -404,7 +404,13 @@ impl std::str::FromStr for KvDtype {
             let pair: KvPair = codec.parse()?;
             for range in ranges.split(',') {
                 let (first, last) = range.split_once('-').unwrap_or((range, range));
-                let number = |text: &str| text.trim().parse::<u16>().map(usize::from).map_err(|_| wrong());
+                let digits = |text: &&str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+                let number = |text: &str| {
+                    Some(text.trim())
+                        .filter(digits)
+                        .and_then(|text| text.parse::<u16>().ok())
+                };
+                let number = |text: &str| number(text).map(usize::from).ok_or_else(wrong);
                 let (first, last) = (number(first)?, number(last)?);
                 if first > last {
                     return Err(wrong());

@@ -132,6 +132,7 @@ fn wrong_spellings_are_refused_in_words() {
         "bf16;int8",
         "bf16;x=int8",
         "bf16;7-3=int8",
+        "bf16;+3=int8",
         "bf16;-1=int8",
         "bf16;99999999999=int8",
         "bf16;",

@@ -208,7 +208,7 @@ fn random_artifacts_are_inspected_and_scored() {
     refuse("--recipe q7 --preset demo", "qwen3_8_27b_nvfp4");
     refuse("--recipe q4 --preset demo --layers 0", "from 1 to 1024");
     refuse("--recipe q4 --preset demo --layers 5000", "from 1 to 1024");
-    refuse("--recipe q4 --preset demo", "tests/data/demo.ninfer");
+    refuse("--recipe q4 --preset demo", "pass --tokenizer MODEL");
     refuse("--preset demo", "no recipe given");
     refuse(
         "--recipe q4 --preset demo --ngram-base 5000",
@@ -226,18 +226,24 @@ fn random_artifacts_are_inspected_and_scored() {
 #[test]
 fn a_mix_for_another_model_is_said_to_be_one() {
     let dir = Dir::new();
-    let dense = repository("tests/data/fixtures/dense");
-    for (recipe, model) in [
-        ("qwen3_8_flash_next_nvfp4", "made for Qwen3.8-Flash-Next"),
-        ("qwen3_6_35b_a3b", "made for a mixture of experts"),
-        ("q8", ""),
-    ] {
-        let (out, dense) = (format!("{recipe}.ninfer"), dense.to_str().unwrap());
-        let run = dir.run(["convert", "--recipe", recipe, dense, &out]);
+    let (dense, moe) = ("tests/data/fixtures/dense", "tests/data/fixtures/moe");
+    for (number, (recipe, model, said)) in [
+        ("qwen3_8_flash_next_nvfp4", dense, "made for Qwen3.8-Flash-Next"),
+        ("qwen3_6_35b_a3b", dense, "made for a mixture of experts"),
+        ("qwen3_8_27b", moe, "made for a dense model"),
+        ("qwen3_6_35b_a3b", moe, ""),
+        ("qwen3_8_27b", dense, ""),
+        ("q8", dense, ""),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (out, model) = (format!("{number}.ninfer"), repository(model));
+        let run = dir.run(["convert", "--recipe", recipe, model.to_str().unwrap(), &out]);
         assert_eq!(run.code, 0, "{recipe}: {}", run.stderr);
-        let said = run.stderr.contains("is made for");
+        let noted = run.stderr.contains("is made for");
         assert!(
-            run.stderr.contains(model) && said != model.is_empty(),
+            run.stderr.contains(said) && noted != said.is_empty(),
             "{recipe}: {}",
             run.stderr
         );

@@ -72,7 +72,7 @@ fn the_state_in_half_precision_is_a_recorded_change_and_decoding_options_are_non
         (&json!(true), &json!(false))
     );
 
-    let options = "--context 256 --stride 128 --chunks 2 --mlp-a8-decode --a4-rounding modelopt --attention-wave 128";
+    let options = "--context 256 --stride 128 --chunks 2 --mlp-a8-decode --a16-activations --a4-rounding modelopt --attention-wave 128";
     let run = dir.score(
         &demo_artifact(),
         &text(),

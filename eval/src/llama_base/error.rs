@@ -85,8 +85,8 @@ pub enum LlamaBaseError {
         /// Rows announced.
         expected: u64,
     },
-    /// A decoded value is no log-probability.
-    #[error("{path}: row {row} holds values that are not finite", path = path.display())]
+    /// A row is no distribution.
+    #[error("{path}: row {row} holds no log-probabilities of a distribution; it is damaged", path = path.display())]
     Value {
         /// The file.
         path: PathBuf,

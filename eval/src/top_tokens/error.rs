@@ -24,11 +24,15 @@ pub enum TopTokenError {
         /// What it is.
         found: &'static str,
     },
-    /// The file has a later version.
-    #[error("{path} is a top-token reference of version {version}; this program reads version 1", path = path.display())]
+    /// The file has another version.
+    #[error("{path} is {name} of version {version}; this program reads version {reads}", path = path.display())]
     Version {
         /// The file.
         path: PathBuf,
+        /// What it is.
+        name: &'static str,
+        /// The version that is read.
+        reads: u32,
         /// Its version.
         version: u32,
     },

@@ -160,6 +160,8 @@ impl Reader {
         let version = records.u32("the header")?;
         if version != VERSION {
             return Err(TopTokenError::Version {
+                name: "a top-token reference",
+                reads: VERSION,
                 path: path.to_owned(),
                 version,
             });

@@ -254,12 +254,17 @@ impl Recipe {
     /// Said where an official mix meets a model without the parts that it is about.
     pub(super) fn meant_for_another(&self, config: &TextConfig) -> Option<String> {
         let dense = matches!(config.feed_forward, FeedForwardConfig::Dense { .. });
-        let model = match self.name.as_str() {
+        let flash_next = config.flash_next.is_some();
+        let (model, fits) = match self.name.as_str() {
             _ if self.own => return None,
-            name if name.starts_with("qwen3_8_flash_next") && config.flash_next.is_none() => "Qwen3.8-Flash-Next",
-            "qwen3_6_35b_a3b" if dense => "a mixture of experts",
+            name if name.starts_with("qwen3_8_flash_next") => ("Qwen3.8-Flash-Next", flash_next),
+            name if name.ends_with("_a3b") => ("a mixture of experts", !dense && !flash_next),
+            name if name.starts_with("qwen3_") => ("a dense model", dense && !flash_next),
             _ => return None,
         };
+        if fits {
+            return None;
+        }
         let name = &self.name;
         Some(format!(
             "recipe {name} is made for {model}, which this is not: rules about its parts decide about no weight"
