@@ -315,7 +315,6 @@ impl FlashNext {
             return;
         }
         settings.score_tile_tokens = HEAD_TILE;
-        settings.logits_dtype = "f32".into();
         settings.expert_a4_activations = self.options.four_bit_experts;
         let arithmetic = match (source.artifact().is_some(), route, self.options.four_bit_experts) {
             (true, Route::Exact, _) => "float32, decoded weights",

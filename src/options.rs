@@ -249,12 +249,12 @@ impl ScoreOptions {
                 .clone()
                 .map(|path| SaveLogits { path, row_width: None }),
             logits_reference: comparison.kl_base.clone(),
-            // Its width is the model's, which is opened later, and so may be its logits' precision.
+            // Width and precision of the logits are the model's, which is opened later.
             save_hidden: comparison.save_hidden.clone().map(|path| SaveHidden {
                 path,
                 hidden_size: 0,
                 precision: hidden_precision(route),
-                logits: logits_precision(route),
+                logits: Precision::F32,
             }),
             kl_hidden: comparison.kl_hidden.clone(),
             ..evaluate::Options::default()
@@ -505,14 +505,6 @@ fn hidden_precision(route: Route) -> Precision {
     match route {
         Route::Exact => Precision::F32,
         _ => Precision::Bf16,
-    }
-}
-
-/// How logits of `route` are rounded.
-pub(crate) fn logits_precision(route: Route) -> Precision {
-    match route.logits_dtype() {
-        "bf16" => Precision::Bf16,
-        _ => Precision::F32,
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use clap::ValueEnum;
 use perplexity_eval::report::Settings;
+use perplexity_model::config::TextConfig;
 use perplexity_model::route::{ROUNDING_CONTRACT, Route, TRANSFORMERS};
 
 use crate::args::{RouteArgs, ScoreArgs};
@@ -117,7 +118,7 @@ impl Numerics {
     }
 
     /// Fills in what the report says of the route.
-    pub(crate) fn record(self, settings: &mut Settings) {
+    pub(crate) fn record(self, settings: &mut Settings, config: &TextConfig) {
         settings.route = self.route.name().into();
         settings.lossless = self.route == Route::Lossless;
         settings.reference = self.route == Route::Reference;
@@ -127,7 +128,7 @@ impl Numerics {
             let versions = &mut settings.numeric_contract;
             versions.insert("transformers".into(), TRANSFORMERS.into());
         }
-        settings.logits_dtype = self.route.logits_dtype().into();
+        settings.logits_dtype = self.route.logits_dtype(config).into();
         let rows = match self.softmax_rows {
             SoftmaxRows::Public => "public",
             SoftmaxRows::All => "all",

@@ -36,7 +36,7 @@ use crate::Failure;
 use crate::flash_next;
 use crate::log::Log;
 use crate::memory::{CardPlan, Load, look_at};
-use crate::options::{Device, Input, ScoreOptions, UsageError, logits_precision};
+use crate::options::{Device, Input, ScoreOptions, UsageError};
 use crate::precision::Narrowing;
 
 /// Scores what `options` name, writes `report.json` and returns the table for standard output.
@@ -125,10 +125,9 @@ pub(crate) fn run(options: &ScoreOptions, log: &Log) -> Result<Vec<u8>, Failure>
         log.info(card.line());
     }
     let hidden_size = u32::try_from(source.config().hidden_size).map_err(Failure::failed)?;
-    // Logits of Qwen3.8-Flash-Next are float32 in every route.
-    let logits = match source.config().flash_next {
-        Some(_) => hidden::Precision::F32,
-        None => logits_precision(options.numerics.route),
+    let logits = match options.numerics.route.logits(source.config()) {
+        Precision::Bf16 => hidden::Precision::Bf16,
+        Precision::Full | Precision::F16 => hidden::Precision::F32,
     };
     let of_model = |save: SaveHidden| SaveHidden {
         hidden_size,
@@ -556,7 +555,7 @@ fn settings(options: &ScoreOptions, config: &TextConfig, rope: RopeExtension, lo
     };
     // The head runs once per pass.
     settings.score_tile_tokens = options.prefill.effective(&options.kv, config) as u64;
-    options.numerics.record(&mut settings);
+    options.numerics.record(&mut settings, config);
     options.kv.record(&mut settings, config, longest);
     options.prefill.record(&mut settings, &options.kv, config);
     options.rope.record(&mut settings, rope);

@@ -16,6 +16,8 @@ use perplexity_kernels::evaluation::{Arithmetic, Steps};
 use perplexity_kernels::ops::rotary::Angles;
 use perplexity_kernels::{Evaluation, EvaluatorBackend, Precision};
 
+use crate::config::TextConfig;
+
 /// Version of the boundaries and steps below; a change that moves a result changes it.
 pub const ROUNDING_CONTRACT: &str = "1";
 
@@ -147,9 +149,17 @@ impl Route {
         matches!(self, Self::Exact | Self::Reference)
     }
 
-    /// Number type of the logits, as reports spell it.
-    pub fn logits_dtype(self) -> &'static str {
-        match self.at(Boundary::Logits) {
+    /// Precision of the logits of a model; float32 in every route of Qwen3.8-Flash-Next.
+    pub fn logits(self, config: &TextConfig) -> Precision {
+        match config.flash_next {
+            Some(_) => Precision::Full,
+            None => self.at(Boundary::Logits),
+        }
+    }
+
+    /// The same as reports spell it.
+    pub fn logits_dtype(self, config: &TextConfig) -> &'static str {
+        match self.logits(config) {
             Precision::Full => "f32",
             Precision::Bf16 => "bf16",
             Precision::F16 => "f16",

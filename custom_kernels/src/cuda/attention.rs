@@ -6,7 +6,7 @@ use cubecl::server::{KernelArguments, TensorMapBinding, TensorMapMeta};
 use cubecl::zspace::{Shape, Strides, metadata::Metadata};
 
 use super::CudaTensor;
-use super::source::CudaSource;
+use super::source::{CudaSource, word};
 use crate::cube::empty;
 
 /// Query rows of one block and its threads: one producing warpgroup, two of 64 rows.
@@ -74,11 +74,10 @@ pub(super) fn launch(q: &CudaTensor, keys: &CudaTensor, values: &CudaTensor, fir
         .with_tensor_maps(maps)
         .with_buffer(out.handle.clone().binding());
     let scale = std::f32::consts::LOG2_E / (head_dim as f32).sqrt();
-    let word = |low: usize, high: u32| low as u64 | (u64::from(high) << 32);
     let info = vec![
-        word(tokens, visible as u32),
-        word(heads, (heads / kv_heads) as u32),
-        word(first, scale.to_bits()),
+        word(tokens, visible),
+        word(heads, heads / kv_heads),
+        word(first, scale.to_bits() as usize),
     ];
     // SAFETY: reads go through the tensor maps, bounded by `visible` rows; writes are guarded by the token count.
     unsafe { kernel.launch(&q.client, (heads, batch, tokens.div_ceil(BLOCK_M)), arguments, info) };

@@ -4,7 +4,7 @@ use burn::tensor::DType;
 use cubecl::server::KernelArguments;
 
 use super::CudaTensor;
-use super::source::CudaSource;
+use super::source::{CudaSource, word};
 use crate::cube::empty;
 use crate::ops::gated_delta_rule::{CHUNK, DeltaHeads};
 
@@ -60,7 +60,6 @@ pub(super) fn launch(
     };
     let channels = heads.channels() as u64;
     let keys_at = (heads.key_heads * DIM) as u64;
-    let word = |low: usize, high: usize| low as u64 | ((high as u64) << 32);
     let info = vec![
         channels,
         channels,

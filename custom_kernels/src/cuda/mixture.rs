@@ -4,7 +4,7 @@ use burn::tensor::DType;
 use cubecl::server::KernelArguments;
 
 use super::attention::map;
-use super::source::CudaSource;
+use super::source::{CudaSource, word};
 use super::{CudaTensor, gemm};
 use crate::cube::{MixtureOperands, empty};
 use crate::ops::sigmoid_gate::cube::{self as gate, Gate};
@@ -77,10 +77,6 @@ impl Kernels {
 
 fn bindings<const N: usize>(tensors: [&CudaTensor; N]) -> Vec<cubecl::server::Binding> {
     tensors.map(|t| t.handle.clone().binding()).to_vec()
-}
-
-fn word(low: usize, high: usize) -> u64 {
-    low as u64 | ((high as u64) << 32)
 }
 
 /// See [`crate::cube::KernelRuntime::choose_experts`]; `None` for sizes the kernel is not for.

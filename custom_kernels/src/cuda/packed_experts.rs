@@ -5,7 +5,7 @@ use cubecl::server::KernelArguments;
 
 use super::CudaTensor;
 use super::precise::upload;
-use super::source::CudaSource;
+use super::source::{CudaSource, word};
 use crate::cube::{PackedJob, empty};
 use crate::ops::packed_experts::{UNIT, UNIT_BYTES};
 
@@ -66,10 +66,6 @@ struct Matrices {
     columns: usize,
     factors: [u64; 2],
     scatter: bool,
-}
-
-fn word(low: usize, high: usize) -> u64 {
-    low as u64 | ((high as u64) << 32)
 }
 
 /// See [`crate::cube::KernelRuntime::packed_experts`]; `None` for types and sizes the kernels are not for.

@@ -14,6 +14,11 @@ use cubecl_cpp::shared::{Elem, Item, SharedMemory};
 /// Alignment of dynamic shared memory that 128-byte-swizzled tiles need.
 const SHARED_ALIGNMENT: usize = 1024;
 
+/// Two fields of 32 bits as one word of a kernel's `info`.
+pub(super) fn word(low: usize, high: usize) -> u64 {
+    low as u64 | ((high as u64) << 32)
+}
+
 /// A kernel text, its entry point and launch shape.
 #[derive(Clone)]
 pub(super) struct CudaSource {

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::CudaTensor;
 use super::precise::upload;
-use super::source::CudaSource;
+use super::source::{CudaSource, word};
 use crate::cube::empty;
 use crate::cube_backend::read;
 use crate::ops::sparse_attention::BlockSelection;
@@ -23,10 +23,6 @@ const MAX_DIM: usize = 256;
 const MAX_BLOCKS: usize = 48 * 1024;
 /// A grid's second and third axes.
 const MAX_GRID: usize = 65_535;
-
-fn word(low: usize, high: usize) -> u64 {
-    low as u64 | ((high as u64) << 32)
-}
 
 /// Bytes of shared memory that a block of threads may have.
 fn shared_memory(x: &CudaTensor) -> usize {

@@ -202,9 +202,14 @@ impl ExpertBank {
         Ok(values)
     }
 
-    /// Checks a record that is used as it is stored.
-    pub(super) fn check(&self, record: &[u8]) -> Result<(), ArtifactError> {
-        check_record(&self.geometry, record).map_err(|source| self.refused(source))
+    /// As [`Self::record`], for one that is used as it is stored.
+    ///
+    /// # Errors
+    /// As [`Self::record`], and when the record holds a scale that is negative or not a number.
+    pub(super) fn checked_record(&self, expert: usize) -> Result<Cow<'_, [u8]>, ArtifactError> {
+        let record = self.record(expert)?;
+        check_record(&self.geometry, &record).map_err(|source| self.refused(source))?;
+        Ok(record)
     }
 
     pub(crate) fn refused(&self, source: FormatError) -> ArtifactError {

@@ -70,11 +70,7 @@ impl<B: EvaluatorBackend> DeviceExperts<B> {
             Residency::Device => geometry.experts,
             _ => geometry.experts.min((cache_bytes / geometry.stride as u64) as usize),
         };
-        let checked = |expert: usize| {
-            let record = bank.record(expert)?;
-            bank.check(&record)?;
-            Ok::<_, ArtifactError>(record)
-        };
+        let checked = |expert: usize| bank.checked_record(expert);
         let first: Vec<Cow<'_, [u8]>> = (0..resident).into_par_iter().map(checked).collect::<Result<_, _>>()?;
         let kept = upload::<B>(first.iter().map(|record| &**record), geometry.stride, device);
         drop(first);
@@ -166,11 +162,7 @@ impl<B: EvaluatorBackend> DeviceExperts<B> {
         for experts in cold.chunks((BATCH_BYTES / geometry.stride).max(1)) {
             let record = |expert: &usize| match &self.records {
                 Some(records) => Ok(Cow::Borrowed(&*records[expert - self.resident])),
-                None => {
-                    let record = self.bank.record(*expert)?;
-                    self.bank.check(&record)?;
-                    Ok(record)
-                }
+                None => self.bank.checked_record(*expert),
             };
             let read: Vec<Cow<'_, [u8]>> = experts.par_iter().map(record).collect::<Result<_, ArtifactError>>()?;
             let records = upload::<B>(read.iter().map(|record| &**record), geometry.stride, &self.device);
